@@ -1,0 +1,64 @@
+# `make` lists the targets. Needs only Python 3.11 or newer with pip; everything else is installed, pinned, into a
+# virtual environment outside the clone (scripts/venv.py), which clones with the same requirements share.
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+
+# Where pip would fetch a CUDA build of torch: the address of the index that has the CPU build.
+TORCH_INDEX ?=
+export TORCH_INDEX
+
+# The clone's own code, not an installed copy. A new plugin adds one line.
+PYTHONPATH := $(CURDIR)
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/gateway
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/embedded
+export PYTHONPATH
+
+# Evaluated at first use, so that `make help` starts no Python.
+VENV = $(eval VENV := $$(shell $$(PYTHON) scripts/venv.py path))$(VENV)
+PY = $(VENV)/bin/python
+
+# A skip for want of a module is a failure here: this environment has them all.
+PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
+# pytest exits with 5 when a tier has no tests.
+TIER_MAY_BE_EMPTY = || [ $$? -eq 5 ]
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-path demo check test test-long lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: ## make the virtual environment, if it is not there yet
+	@$(PYTHON) scripts/venv.py build
+
+venv-path: ## print where the virtual environment is
+	@$(PYTHON) scripts/venv.py path
+
+demo: venv ## train a small policy while replicas follow, and prove every trajectory (SEED=, OUT=, DEMO_ARGS=)
+	@$(PY) -m recipes.local.demo $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
+
+check: lint ## lint, types and the fast tests; under 2 minutes
+	$(PYTEST) -n 2
+
+test: check ## check, then the slow tests and those that start real servers; under 20 minutes
+	$(PYTEST) -n 2 -m "slow and not real and not long" $(TIER_MAY_BE_EMPTY)
+	$(PYTEST) -m "real and not long" -o faulthandler_timeout=900 $(TIER_MAY_BE_EMPTY)
+
+test-long: venv ## the tests that take hours
+	STITCH_HYPOTHESIS=long $(PYTEST) -m long -o faulthandler_timeout=0 $(TIER_MAY_BE_EMPTY)
+
+lint: venv ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: venv ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+bench: venv ## every benchmark, in its quick form
+	@for file in $(wildcard benchmarks/[a-z]*.py); do echo "# $$file"; $(PY) $$file --json --quick || exit 1; done
+
+clean: ## remove caches and build products from the clone (virtual environments stay)
+	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Stitch: the versioned control plane for disaggregated reinforcement learning."""

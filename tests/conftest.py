@@ -1,0 +1,79 @@
+"""What every test shares: which folders need which modules, and that no test is skipped in silence."""
+
+import importlib.util
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+
+# The public test kit asserts on behalf of its users.
+pytest.register_assert_rewrite("stitch_core.testing")
+
+# The same examples on every run, and no deadline: a busy machine is not a failure.
+settings.register_profile("fast", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("STITCH_HYPOTHESIS", "fast"))
+
+NO_SKIP = os.environ.get("STITCH_NO_SKIP") == "1"
+TESTS = Path(__file__).parent
+
+# By folder: the modules that its tests need and that the dependency group `dev` does not bring.
+NEEDS = {
+    "embedded": ("torch", "tokenizers", "jinja2"),
+    "real": ("torch", "tokenizers", "jinja2"),
+    "recipes": ("torch", "tokenizers", "jinja2", "matplotlib"),
+}
+
+
+def missing_for(path: Path) -> list[str]:
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    return [name for name in NEEDS.get(folder, ()) if importlib.util.find_spec(name) is None]
+
+
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
+
+def refuse_skip(report: Report) -> Report:
+    """Turn a skip into a failure where the environment is meant to have everything."""
+    if not NO_SKIP or report.outcome != "skipped" or hasattr(report, "wasxfail"):
+        return report
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not reason.removeprefix("Skipped: ").startswith("platform:"):
+        report.outcome = "failed"
+        report.longrepr = f"STITCH_NO_SKIP=1 and this was skipped. {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return refuse_skip(report)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip a module before its imports fail."""
+    missing = missing_for(module_path)
+    return LacksModules.from_parent(parent, path=module_path, missing=missing) if missing else None
+
+
+class LacksModules(pytest.Module):
+    """A test module whose folder needs modules that are not installed."""
+
+    def __init__(self, missing: list[str], **kwargs: object) -> None:
+        super().__init__(**kwargs)
+        self.missing = missing
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip(f"needs {', '.join(self.missing)}", allow_module_level=True)
