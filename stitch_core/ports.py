@@ -1,0 +1,299 @@
+"""The interfaces at which Stitch meets the world: Store, Files, Engine, Pool, Clock.
+
+Protocol code takes these as arguments and never asks which instance it got. Store, Engine and Pool are
+async; a blocking backend runs its calls through an executor of its own. Files is synchronous, because
+the host checkpoint and the codecs are, and every one of its calls is a point where a process can die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+
+
+class Clock(Protocol):
+    """Wall time for records, monotonic time for ages and deadlines, both in seconds.
+
+    Sleeping is asyncio's own: the simulator's event loop runs on the same virtual time.
+    """
+
+    def time(self) -> float: ...
+    def monotonic(self) -> float: ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+class RunBlocking(Protocol):
+    """Runs a blocking call off the event loop; ``asyncio.to_thread`` is one."""
+
+    async def __call__(self, function: Callable[..., T], /, *args: Any) -> T: ...
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+class Files(Protocol):
+    """The file operations of one machine. Paths are absolute.
+
+    What was written is seen by every later call at once, survives the death of the process, and survives
+    the death of the machine only after ``sync``. Raises OSError as the standard library does.
+    """
+
+    def read(self, path: Path, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes ``[offset, offset + length)``, all without ``length``; short at the end of the file."""
+        ...
+
+    def size(self, path: Path) -> int: ...
+    def exists(self, path: Path) -> bool: ...
+
+    def list(self, path: Path) -> list[str]:
+        """Names in a directory, sorted."""
+        ...
+
+    def write_new(self, path: Path, data: Buffer) -> None:
+        """Create a file; FileExistsError if there is one."""
+        ...
+
+    def write_at(self, path: Path, offset: int, data: Buffer) -> None:
+        """Overwrite (or extend, if ``offset`` is at the end of) an existing file."""
+        ...
+
+    def sync(self, path: Path) -> None:
+        """Make a file's bytes, or a directory's entries, durable."""
+        ...
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; replaces a file at ``target``."""
+        ...
+
+    def link(self, source: Path, target: Path) -> None:
+        """Hard link; FileExistsError if ``target`` exists, whoever made it."""
+        ...
+
+    def symlink(self, target: str, path: Path) -> None: ...
+    def make_dirs(self, path: Path) -> None: ...
+    def remove(self, path: Path) -> None: ...
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all below it; a path that is not there is fine."""
+        ...
+
+    def free_bytes(self, path: Path) -> int: ...
+
+    def lock(self, path: Path, timeout: float) -> AbstractContextManager[None]:
+        """Hold an exclusive lock between processes; TimeoutError after ``timeout`` seconds.
+
+        The lock ends with the process that holds it.
+        """
+        ...
+
+
+def write_atomic(files: Files, path: Path, data: Buffer, *, nonce: str = "") -> None:
+    """Write or replace a small file so that a crash leaves the old or the new one, whole."""
+    temporary = path.with_name(f".{path.name}{nonce}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        files.remove(temporary)
+    files.write_new(temporary, data)
+    files.sync(temporary)
+    files.rename(temporary, path)
+    files.sync(path.parent)
+
+
+# ---------------------------------------------------------------------------------------------- store
+
+
+class StoreError(Exception):
+    """A store call failed."""
+
+
+class NotFound(StoreError):
+    """There is no object under the key."""
+
+
+class AlreadyExists(StoreError):
+    """A create-only write met an object under its key, with whatever bytes."""
+
+
+class Conflict(StoreError):
+    """A conditional write met another object than it expected."""
+
+
+class Unavailable(StoreError):
+    """No answer, or a failure. For a write the outcome is UNKNOWN: it may have landed, or land later."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A small object and the opaque tag that ``swap`` compares."""
+
+    data: bytes
+    tag: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a listing."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Bytes for ``Store.create`` that lie in a file."""
+
+    files: Files
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a store can do. ``visible_after``: seconds until a finished write is seen by every reader."""
+
+    conditional_writes: bool = True
+    visible_after: float = 0.0
+
+
+class Store(Protocol):
+    """Objects by key. Keys are relative, '/'-separated, of A-Z a-z 0-9 . _ - ~ and never contain '..'.
+
+    Every call may raise Unavailable. A write that returned is durable.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def load(self, key: str) -> Blob:
+        """A whole small object with its tag; NotFound."""
+        ...
+
+    async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """A byte range, short at the end of the object; NotFound."""
+        ...
+
+    async def size(self, key: str) -> int:
+        """Bytes in the object; NotFound."""
+        ...
+
+    async def create(self, key: str, source: Buffer | FileSource) -> None:
+        """Create-only write, all or nothing; AlreadyExists whatever the bytes there are."""
+        ...
+
+    async def swap(self, key: str, expected: str | None, data: bytes) -> str:
+        """Compare-and-swap: replaces the object with tag ``expected`` (None: no object); the new tag.
+
+        Raises Conflict, and then nothing was written.
+        """
+        ...
+
+    async def replace(self, key: str, data: bytes) -> None:
+        """Unconditional small write, for hints that nothing is decided by."""
+        ...
+
+    async def list(self, prefix: str) -> list[Entry]:
+        """Objects whose key starts with ``prefix``, sorted by key. Never used to find a head."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is fine."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+# --------------------------------------------------------------------------------------------- engine
+
+KVMode = Literal["in_place", "retract"]
+
+
+class EngineError(Exception):
+    """An engine call failed."""
+
+
+class EngineRefused(EngineError):
+    """The engine did not do it and is as it was before the call."""
+
+
+class EngineUncertain(EngineError):
+    """The engine's weights can no longer be known: this replica must be replaced."""
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """``instance`` changes when the engine process does; ``label`` is the version it stamps on tokens now."""
+
+    instance: str
+    label: str
+
+
+class Engine(Protocol):
+    """One inference engine, driven by one reconciler. The label is opaque to the engine.
+
+    Between ``pause`` and ``resume`` the engine generates nothing. ``prepare`` runs while it serves.
+    """
+
+    async def identity(self) -> EngineIdentity:
+        """Raises EngineError when the engine does not answer."""
+        ...
+
+    async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
+        """Read and check the named tensors of an HF checkpoint directory, all that activation will copy.
+
+        May be called again: the last call counts. EngineRefused leaves the engine as it was.
+        """
+        ...
+
+    async def pause(self, mode: KVMode) -> None:
+        """Stop at a token boundary; ``retract`` drops the KV of what runs, ``in_place`` keeps it."""
+        ...
+
+    async def activate(self, label: str) -> None:
+        """Copy what was prepared (possibly nothing) and stamp ``label`` on every later token.
+
+        Raises EngineRefused if nothing was changed, EngineUncertain if anything may have been.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """End the pause; without one it does nothing."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End the request; one that is not there is fine."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------------- pool
+
+
+@dataclass(frozen=True)
+class ReplicaAddress:
+    """Where a replica answers. ``record`` is its last announcement, if the pool has one; a hint."""
+
+    id: str
+    url: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Pool(Protocol):
+    """The replicas that may be there now. Membership is a hint: the gateway probes what it is told."""
+
+    async def replicas(self) -> Sequence[ReplicaAddress]: ...
+    async def close(self) -> None: ...

@@ -1,0 +1,341 @@
+"""Publishing one run: claim it, upload, read back, write the manifest, swap the head.
+
+The head never names bytes that are not all there: everything a version needs is durable and verified
+before the swap. A Publisher is owned by one event loop and holds one claim, whose epoch and nonce live
+only in its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .chain import ChainReader, NoHead
+from .head import Head, head_key
+from .manifest import (
+    Manifest,
+    PayloadFile,
+    Representation,
+    extend_history,
+    run_prefix,
+)
+from .ports import (
+    AlreadyExists,
+    Blob,
+    Clock,
+    Conflict,
+    Files,
+    FileSource,
+    RunBlocking,
+    Store,
+    StoreError,
+    Unavailable,
+)
+from .retry import Retry, retrying
+from .stores.transfer import file_sha256, upload, verify
+from .versions import check_run_id
+
+T = TypeVar("T")
+
+PARALLEL_UPLOADS = 8
+CLAIM_ATTEMPTS = 16
+
+
+class PublishError(Exception):
+    """A version was not published; the head is where it was, and the next publish may go on."""
+
+
+class ClaimRefused(PublishError):
+    """The run cannot be claimed as asked."""
+
+
+class Fenced(PublishError):
+    """Another writer has claimed the run: this one publishes nothing any more."""
+
+
+class OutcomeUnknown(PublishError):
+    """Nobody can tell whether the head moved; only a new claim can find out."""
+
+
+@dataclass(frozen=True)
+class Boot:
+    """Version 0: where the boot checkpoint comes from, in words, and its state digest."""
+
+    source: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A version to publish: files in ``directory`` and what they stand for.
+
+    ``state`` is the state that results, ``base`` the proven state that a delta applies to, ``changed``
+    the old and new xxh3-128 of each tensor in it, ``step`` the trainer's step.
+    """
+
+    kind: Literal["full", "delta"]
+    state: str
+    directory: Path
+    files: tuple[str, ...]
+    base: str | None = None
+    encoding: str | None = None
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    head: Head
+    tag: str
+    manifest: Manifest
+
+
+class Publisher:
+    """Publishes versions of ``run``. Claim first; after Fenced or OutcomeUnknown claim again or stop."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        files: Files,
+        clock: Clock,
+        rng: random.Random,
+        nonce: Callable[[], str],
+        run_blocking: RunBlocking,
+        retry: Retry | None = None,
+        swap_deadline: float = 120.0,
+        producer: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did."""
+        self.run = check_run_id(run)
+        self._store, self._files, self._clock, self._rng, self._nonce = store, files, clock, rng, nonce
+        self._run_blocking = run_blocking
+        self._retry = retry or Retry()
+        self._swap_deadline = swap_deadline
+        self._producer = dict(producer or {})
+        self._chain = ChainReader(store)
+        self._claim: _Claim | None = None
+        self._lost: PublishError | None = None
+        self._next = 0
+
+    # ------------------------------------------------------------------------------------------- claim
+
+    @property
+    def head(self) -> Manifest:
+        """The newest version, as this claim left it."""
+        return self._claimed().manifest
+
+    @property
+    def epoch(self) -> int:
+        return self._claimed().head.epoch
+
+    async def claim(self, boot: Boot) -> Manifest:
+        """Become the run's writer and fence the one before; the newest version, which may be version 0.
+
+        Raises ClaimRefused when the run's version 0 has another state than ``boot``, or others keep
+        claiming; OutcomeUnknown when the store does not say what became of the swap.
+        """
+        self._claim, self._lost = None, None
+        for _ in range(CLAIM_ATTEMPTS):
+            try:
+                found = await self._call(lambda: self._chain.head(self.run))
+            except NoHead:
+                claim = await self._first_claim(boot)
+            else:
+                claim = await self._next_claim(boot, *found)
+            if claim is not None:
+                self._claim, self._next = claim, claim.head.number + 1
+                return claim.manifest
+        raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
+
+    async def _first_claim(self, boot: Boot) -> _Claim | None:
+        for epoch in range(1, CLAIM_ATTEMPTS):
+            manifest = Manifest(
+                self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
+                time=self._clock.time(), producer=self._producer,
+            )  # fmt: skip
+            try:
+                await self._create(run_prefix(self.run) + manifest.key, manifest.encode())
+            except AlreadyExists:
+                # A claim that died before its head: the same weights are the same version 0.
+                left = await self._load(run_prefix(self.run) + manifest.key)
+                manifest = Manifest.decode(left.data, manifest.key)
+                if manifest.state != boot.state:
+                    continue
+            head = Head(0, epoch, manifest.key, manifest.digest(), self._nonce(), self._clock.time())
+            return await self._take(None, head, manifest)
+        raise ClaimRefused(
+            f"run {self.run} has {CLAIM_ATTEMPTS} abandoned starts from other checkpoints; use a new id"
+        )
+
+    async def _next_claim(self, boot: Boot, head: Head, tag: str) -> _Claim | None:
+        manifest = await self._call(lambda: self._chain.manifest(self.run, head))
+        version0 = await self._call(lambda: self._chain.boot(manifest))
+        if version0.state != boot.state:
+            raise ClaimRefused(
+                f"the base checkpoint {boot.source} is not version 0 of run {self.run}: its state is "
+                f"{boot.state}, version 0 ({version0.representation.source}) has {version0.state}; use that "
+                "one or a new run id"
+            )
+        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
+
+    async def _take(self, expected: str | None, head: Head, manifest: Manifest) -> _Claim | None:
+        try:
+            return _Claim(head, await self._swap(expected, head), manifest)
+        except Conflict:
+            return None
+
+    # ----------------------------------------------------------------------------------------- publish
+
+    def reserve(self) -> int:
+        """The next number. It is used up, whatever becomes of it: no number ever names two byte strings."""
+        self._claimed()
+        self._next += 1
+        return self._next - 1
+
+    async def publish(self, payload: Payload, number: int | None = None) -> Manifest:
+        """Make ``payload`` the newest version, under ``number`` from ``reserve`` (the next one by default).
+
+        Returns when the head names it. Raises PublishError when it does not, Fenced when another writer
+        has claimed the run, OutcomeUnknown when the store does not say.
+        """
+        claim = self._claimed()
+        number = self.reserve() if number is None else number
+        if number <= claim.head.number:
+            raise PublishError(
+                f"version {number} is not above the head of run {self.run}, {claim.head.number}"
+            )
+        self._check_base(payload, claim.manifest)
+        try:
+            manifest = await self._upload(payload, number, claim)
+            await self._create(run_prefix(self.run) + manifest.key, manifest.encode())
+        except (StoreError, OSError) as error:
+            raise PublishError(f"version {number} of run {self.run} was not published: {error}") from error
+        head = claim.head.moved(manifest, self._clock.time())
+        try:
+            tag = await self._swap(claim.tag, head)
+        except Conflict:
+            await self._fence(manifest)
+            return manifest
+        except OutcomeUnknown as unknown:
+            self._lost = unknown
+            raise
+        self._claim = _Claim(head, tag, manifest)
+        return manifest
+
+    def _check_base(self, payload: Payload, parent: Manifest) -> None:
+        if payload.kind == "full":
+            return
+        floor = parent.floor.number if parent.floor else parent.number
+        bases = {parent.state} | {row.state for row in parent.history if row.number >= floor}
+        if payload.base not in bases:
+            raise PublishError(
+                f"the delta's base {payload.base} is not the state of a version of run {self.run} from its "
+                f"floor {floor} to its head {parent.number}: publish a full, or encode against the head"
+            )
+
+    async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
+        limit = asyncio.Semaphore(PARALLEL_UPLOADS)
+        representation = Representation(
+            payload.kind, (), payload.base, payload.encoding, dict(payload.changed)
+        ) if payload.kind == "delta" else Representation("full")  # fmt: skip
+        parent = claim.manifest
+        floor = None if payload.kind == "full" else parent.floor or parent.row()
+        manifest = Manifest(
+            self.run, number, claim.head.epoch, payload.state, representation, extend_history(parent),
+            boot=parent.boot or parent.row(), floor=floor, step=payload.step, time=self._clock.time(),
+            producer=self._producer, metadata=dict(payload.metadata),
+        )  # fmt: skip
+
+        async def one(name: str) -> PayloadFile:
+            async with limit:
+                path = payload.directory / name
+                size, sha256 = await self._run_blocking(file_sha256, self._files, path)
+                key = manifest.file_key(name)
+                source = FileSource(self._files, path, size)
+                await upload(self._store, key, source, sha256, retry=self._retry, rng=self._rng)
+                await verify(self._store, key, size, sha256, retry=self._retry, rng=self._rng)
+                return PayloadFile(name, size, sha256)
+
+        tasks = [asyncio.ensure_future(one(name)) for name in payload.files]
+        try:
+            uploaded = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return _with_files(manifest, tuple(uploaded))
+
+    async def _fence(self, manifest: Manifest) -> None:
+        """The head is not what this writer left. Returns if ``manifest`` is on its chain all the same."""
+        head, _ = await self._call(lambda: self._chain.head(self.run))
+        newest = await self._call(lambda: self._chain.manifest(self.run, head))
+        digest = manifest.digest()
+        landed = await self._call(lambda: self._chain.find(newest, lambda row: row.digest == digest))
+        self._lost = Fenced(
+            f"another writer has claimed run {self.run} (epoch {head.epoch}, head {head.number}): "
+            "this one stops publishing"
+        )
+        if landed is None:
+            raise self._lost
+
+    # ------------------------------------------------------------------------------------------- store
+
+    def _claimed(self) -> _Claim:
+        if self._lost is not None:
+            raise self._lost
+        if self._claim is None:
+            raise PublishError(f"run {self.run} has not been claimed by this publisher")
+        return self._claim
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retrying(call, self._retry, self._rng)
+
+    async def _load(self, key: str) -> Blob:
+        return await self._call(lambda: self._store.load(key))
+
+    async def _create(self, key: str, data: bytes) -> None:
+        """Create-only, repeated until known; AlreadyExists only for other bytes than ``data``."""
+        try:
+            await self._call(lambda: self._store.create(key, data))
+        except AlreadyExists:
+            if (await self._load(key)).data != data:
+                raise
+
+    async def _swap(self, expected: str | None, head: Head) -> str:
+        """Repeat the identical bytes under the same condition until the store says what became of them.
+
+        Seeing the old head would prove nothing, since a lost write may still land. Raises Conflict when
+        another head is there, OutcomeUnknown after ``swap_deadline`` seconds.
+        """
+        data, key = head.encode(), head_key(self.run)
+        deadline = self._clock.monotonic() + self._swap_deadline
+        attempt = 0
+        while True:
+            try:
+                return await self._store.swap(key, expected, data)
+            except Conflict:
+                blob = await self._load(key)
+                if blob.data == data:
+                    return blob.tag
+                raise
+            except Unavailable as error:
+                attempt += 1
+                pause = self._retry.delay(attempt, self._rng)
+                if self._clock.monotonic() + pause > deadline:
+                    raise OutcomeUnknown(
+                        f"run {self.run}: the store does not say whether its head moved to "
+                        f"{head.number} ({error}); claim the run again to find out"
+                    ) from error
+                await asyncio.sleep(pause)
+
+
+def _with_files(manifest: Manifest, files: tuple[PayloadFile, ...]) -> Manifest:
+    return replace(manifest, representation=replace(manifest.representation, files=files))
