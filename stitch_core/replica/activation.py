@@ -1,0 +1,176 @@
+"""The engine's side of a replica: what it holds, and the short pause in which it takes the next version.
+
+Owned by the reconciler's task, which is the only caller of the engine's prepare, pause, activate and
+resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..manifest import Manifest
+from ..ports import Clock, Engine, EngineError, EngineUncertain, KVMode
+from ..state import TensorTable, changed_tensors, layout_difference
+from ..versions import PolicyVersion
+from .admission import Gate
+
+T = TypeVar("T")
+BOOT_LABEL = "default"
+
+
+class ReplicaFailed(Exception):
+    """The engine's weights can no longer be known; the replica must be replaced."""
+
+
+class CannotFollow(Exception):
+    """What the store says cannot be followed now; said in status, tried again, serving goes on."""
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """All times in seconds.
+
+    ``pin_drain`` and ``switch_drain``: how long requests that must not live through an activation, or a
+    run switch, may still run. ``drain_all`` lets every request finish before every activation.
+    """
+
+    kv_mode: KVMode = "in_place"
+    drain_all: bool = False
+    pin_drain: float = 60.0
+    switch_drain: float = 600.0
+    abort_grace: float = 10.0
+    engine_timeout: float = 60.0
+    activate_timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that the engine can activate now: ``table`` it will hold, ``changed`` will be copied."""
+
+    manifest: Manifest
+    table: TensorTable
+    changed: Collection[str]
+
+
+class Activator:
+    """Knows the engine's tensors by its own records, never by a delta's list of names."""
+
+    def __init__(self, engine: Engine, gate: Gate, clock: Clock, settings: ActivationSettings) -> None:
+        self._engine, self._gate, self._clock, self._settings = engine, gate, clock, settings
+        self.serving: Manifest | None = None
+        self._boot_table: TensorTable | None = None
+        self._table: TensorTable | None = None
+        self._instance: str | None = None
+        self._label = BOOT_LABEL
+
+    async def know(self, boot_table: Callable[[], Awaitable[TensorTable]]) -> bool:
+        """Be sure what the engine holds; True if it has to catch up, having restarted or never begun.
+
+        ``boot_table`` reads the checkpoint that the engine boots from. Raises EngineError.
+        """
+        identity = await self._bounded(self._engine.identity())
+        if identity.instance == self._instance and identity.label == self._label:
+            return False
+        if self._instance is not None or self._gate.serving is not None:
+            self._gate.forget("the engine was restarted and is catching up")
+        self._boot_table = await boot_table()
+        # Under any other label nothing proves the weights: the next activation copies them all.
+        self._table = self._boot_table if identity.label == BOOT_LABEL else None
+        self.serving = None
+        self._instance, self._label = identity.instance, identity.label
+        return True
+
+    def doubt(self, reason: str) -> None:
+        """The engine said what it should not have: serve nothing until ``know`` has settled it."""
+        if self._gate.failed is None:
+            self._instance = None
+            self._gate.forget(f"the engine is not in the state it should be in: {reason}")
+
+    async def prepare(self, manifest: Manifest, table: TensorTable, checkpoint: Path) -> Prepared:
+        """Let the engine read what it does not hold yet. Raises CannotFollow, EngineError."""
+        assert self._boot_table is not None
+        difference = layout_difference(self._boot_table, table)
+        if difference is not None:
+            raise CannotFollow(f"{manifest.version} does not fit the engine's checkpoint: {difference}")
+        changed = list(table) if self._table is None else changed_tensors(self._table, table)
+        await self._bounded(self._engine.prepare(checkpoint, changed), self._settings.activate_timeout)
+        return Prepared(manifest, table, changed)
+
+    async def activate(self, prepared: Prepared) -> tuple[float, float]:
+        """Make way, pause, copy, resume; the seconds that draining took, and the pause.
+
+        EngineError and CannotFollow: nothing changed and the old version is served again. Raises
+        ReplicaFailed when the weights are uncertain.
+        """
+        version, serving = prepared.manifest.version, self._gate.serving
+        began = self._clock.monotonic()
+        try:
+            if serving is not None:
+                await self._make_way(serving, version)
+            self._gate.close(f"version {version.number} is being activated")
+            drained = self._clock.monotonic()
+            await self._copy(str(version))
+        except (EngineError, CannotFollow):
+            if serving is not None and self._gate.serving == serving:
+                self._gate.open(serving)
+            raise
+        self._table, self.serving, self._label = prepared.table, prepared.manifest, str(version)
+        self._gate.open(version)
+        return drained - began, self._clock.monotonic() - drained
+
+    async def _make_way(self, serving: PolicyVersion, version: PolicyVersion) -> None:
+        """Let go those requests that must not live through the activation, up to the drain deadline."""
+        switch = serving.run != version.run
+        everything = switch or self._settings.drain_all
+        deadline = self._clock.monotonic()
+        if everything:
+            self._gate.close(f"this replica is moving to {version}")
+            deadline += self._settings.switch_drain
+        else:
+            self._gate.leave_version()
+            deadline += self._settings.pin_drain
+        revoked = await self._gate.drain(deadline, pins_only=not everything)
+        for ticket in revoked:
+            with contextlib.suppress(EngineError):
+                await self._bounded(self._engine.abort(ticket.request_id))
+        if revoked and not await self._gate.wait_gone(revoked, self._settings.abort_grace) and switch:
+            raise CannotFollow(
+                f"{len(revoked)} requests of run {serving.run} do not end: no switch to {version}"
+            )
+
+    async def _copy(self, label: str) -> None:
+        try:
+            await self._bounded(self._engine.pause(self._settings.kv_mode))
+            async with asyncio.timeout(self._settings.activate_timeout):
+                await self._engine.activate(label)
+        except EngineUncertain as error:
+            raise ReplicaFailed(f"activating {label} failed after it began: {error}") from error
+        except TimeoutError as error:
+            seconds = self._settings.activate_timeout
+            raise ReplicaFailed(f"activating {label} did not end in {seconds:g} s") from error
+        except EngineError:
+            await self._resume()
+            raise
+        await self._resume()
+
+    async def _resume(self) -> None:
+        for attempt in range(3):
+            try:
+                await self._bounded(self._engine.resume())
+                return
+            except EngineError as error:
+                if attempt == 2:
+                    raise ReplicaFailed(f"the engine stays paused: {error}") from error
+
+    async def _bounded(self, call: Awaitable[T], seconds: float | None = None) -> T:
+        seconds = seconds or self._settings.engine_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer in {seconds:g} s") from None

@@ -1,0 +1,126 @@
+"""From a target manifest to verified bytes on this host: plan, fetch, apply. Serving goes on meanwhile.
+
+Owned by the reconciler's task.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..chain import ChainReader
+from ..checkpoint import Checkpoint
+from ..host_checkpoint import HostCheckpoint, RepresentationInvalid
+from ..lineage import Plan, cheapest_plan
+from ..manifest import Manifest
+from ..ports import Clock, Files, RunBlocking, Store
+from ..state import TensorTable
+from ..stores.transfer import DigestMismatch, download
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What staging one version took: bytes fetched, seconds to fetch, seconds to apply and verify."""
+
+    bytes: int
+    fetch: float
+    apply: float
+
+
+class Stager:
+    """Brings the host checkpoint to a version. ``boot`` is the checkpoint directory the engine boots from."""
+
+    def __init__(
+        self,
+        store: Store,
+        chain: ChainReader,
+        host: HostCheckpoint,
+        boot: Path,
+        *,
+        files: Files,
+        clock: Clock,
+        rng: random.Random,
+        run_blocking: RunBlocking,
+        activity: Callable[[str], None],
+    ) -> None:
+        """``activity`` is told what is going on, in a word or two."""
+        self.host = host
+        self.fetching: tuple[str, ...] = ()
+        self._store, self._chain, self._boot, self._files = store, chain, boot, files
+        self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
+        self._excluded: set[str] = set()
+        self._opened = False
+        self._boot_table: TensorTable | None = None
+
+    async def boot_table(self) -> TensorTable:
+        """The tensors of the boot checkpoint, read once. Raises CheckpointError, OSError."""
+        if self._boot_table is None:
+            self._activity("reading the boot checkpoint")
+            self._boot_table = await self._run_blocking(
+                lambda: Checkpoint.open(self._boot, self._files).table()
+            )
+        return self._boot_table
+
+    async def stage(self, target: Manifest) -> Staged:
+        """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
+
+        A representation that fails verification is not used again by this process.
+        """
+        version0 = await self._chain.boot(target)
+        await self._open(version0)
+        plan = await self._plan(target, version0)
+        began = self._clock.monotonic()
+        self.fetching = tuple(source.digest() for source in plan.sources)
+        try:
+            self._activity("fetching")
+            directories = {source.digest(): await self._fetch(source) for source in plan.sources}
+            fetched = self._clock.monotonic()
+            self._activity("staging")
+            await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
+        except RepresentationInvalid as error:
+            self._excluded.add(error.manifest_digest)
+            raise
+        finally:
+            self.fetching = ()
+        return Staged(plan.bytes, fetched - began, self._clock.monotonic() - fetched)
+
+    async def _open(self, version0: Manifest) -> None:
+        """Make the host checkpoint hold something of this run, its boot version if nothing else."""
+        if not self._opened:
+            self._activity("verifying the host checkpoint")
+            await self._run_blocking(self.host.open)
+            self._opened = True
+        holding = self.host.holding
+        if holding is None or holding.version.run != version0.run:
+            await self._seed(version0)
+
+    async def _seed(self, version0: Manifest) -> None:
+        self._activity("copying the boot checkpoint")
+        await self._run_blocking(self.host.seed, self._boot, version0)
+
+    async def _plan(self, target: Manifest, version0: Manifest) -> Plan:
+        assert self.host.holding is not None
+        held = self.host.holding.state
+        chain = await self._chain.back_to(target, {held})
+        plan = cheapest_plan(target, chain, {held, version0.state}, self._excluded)
+        if plan.base not in (None, held):
+            await self._seed(version0)
+        return plan
+
+    async def _fetch(self, source: Manifest) -> Path:
+        """The files of one manifest, verified, in a directory of their own."""
+        directory = self.host.fetch_directory(source.digest())
+        await self._run_blocking(self._files.make_dirs, directory)
+        for file in source.representation.files:
+            key, path = source.file_key(file.name), directory / file.name
+            try:
+                await download(
+                    self._store, key, self._files, path, file.size, file.sha256,
+                    run_blocking=self._run_blocking, rng=self._rng,
+                )  # fmt: skip
+            except DigestMismatch:
+                self._excluded.add(source.digest())
+                raise
+        return directory

@@ -1,0 +1,58 @@
+"""A store whose every call ends: what takes too long is Unavailable, with the outcome unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from ..ports import Blob, Buffer, Capabilities, Entry, FileSource, Store, Unavailable
+
+T = TypeVar("T")
+
+
+class BoundedStore:
+    """Delegates to ``store``; a call has ``seconds``, and a file one second more per ``slowest`` bytes."""
+
+    def __init__(self, store: Store, seconds: float, *, slowest: float = 1e6) -> None:
+        self._store, self._seconds, self._slowest = store, seconds, slowest
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    async def load(self, key: str) -> Blob:
+        return await self._bounded(self._store.load(key), f"reading {key}")
+
+    async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return await self._bounded(self._store.read(key, start, length), f"reading {key}")
+
+    async def size(self, key: str) -> int:
+        return await self._bounded(self._store.size(key), f"looking at {key}")
+
+    async def create(self, key: str, source: Buffer | FileSource) -> None:
+        size = source.size if isinstance(source, FileSource) else len(source)
+        await self._bounded(self._store.create(key, source), f"writing {key}", size / self._slowest)
+
+    async def swap(self, key: str, expected: str | None, data: bytes) -> str:
+        return await self._bounded(self._store.swap(key, expected, data), f"swapping {key}")
+
+    async def replace(self, key: str, data: bytes) -> None:
+        await self._bounded(self._store.replace(key, data), f"writing {key}")
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return await self._bounded(self._store.list(prefix), f"listing {prefix}")
+
+    async def delete(self, key: str) -> None:
+        await self._bounded(self._store.delete(key), f"deleting {key}")
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def _bounded(self, call: Awaitable[T], what: str, extra: float = 0.0) -> T:
+        seconds = self._seconds + extra
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except TimeoutError:
+            raise Unavailable(f"{what}: no answer from the store in {seconds:g} s") from None
