@@ -1,1 +1,1 @@
-"""The embedded engine: a small torch CPU engine for Qwen2 and Qwen3 checkpoints."""
+"""Stitch's embedded engine: a small, batch-invariant CPU engine for Qwen2 and Qwen3 checkpoints."""

@@ -1,0 +1,269 @@
+"""The engine as the rest of the process sees it: requests in, outcomes out, and the control calls of `ports.Engine`.
+
+Who owns what: the worker's thread owns the scheduler (weights, cache, requests); the event loop that called `start`
+owns `Generation` objects and everything below `_active`. Between them go commands (`Worker.call`) and events
+(`call_soon_threadsafe`, one call for all events of a step).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain
+
+from .config import ModelConfig
+from .scheduler import Event, Outcome, PauseMode, Request, Scheduler
+from .selfcheck import self_check
+from .weights import DTYPES, CheckpointError, CheckpointFiles, Weights
+from .worker import EngineFailed, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run the engine.
+
+    `max_len`: positions a sequence may have, prompt and output together; the cost of attention grows with it
+    (default: the model's own, at most 4096). `max_running`: sequences decoded at once, others wait. `prefill_rows`:
+    prompt tokens per step. `pace`: least seconds per step, the declared decode pace. `dtype`: "bfloat16" or
+    "float32" (default: as stored). `label`: the version of the boot weights. `seed`: of unseeded requests' draws.
+    """
+
+    max_len: int | None = None
+    max_running: int = 256
+    prefill_rows: int = 128
+    pace: float = 0.0
+    dtype: str | None = None
+    label: str = "default"
+    seed: int | None = None
+    self_check_seconds: float = 0.5
+
+
+class Generation:
+    """One accepted request: wait for its `outcome`, or iterate over its events (all of them, the last has it)."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._events: asyncio.Queue[Event | EngineFailed] = asyncio.Queue()
+
+    async def outcome(self) -> Outcome:
+        """Raises EngineFailed when the engine stops first."""
+        async for event in self.events():
+            if event.outcome is not None:
+                return event.outcome
+        raise AssertionError("the last event has an outcome")
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Raises EngineFailed when the engine stops first."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, EngineFailed):
+                raise event
+            yield event
+            if event.outcome is not None:
+                return
+
+
+class EmbeddedEngine:
+    """Implements `stitch_core.ports.Engine`, and generates."""
+
+    def __init__(self, model: str | Path, options: Options | None = None) -> None:
+        """Load and check a checkpoint; blocking. Raises ConfigError, CheckpointError or SelfCheckError."""
+        self.options = options = options or Options()
+        self.model_path = str(model)
+        self.config = ModelConfig.read(model)
+        self.max_len = options.max_len or min(self.config.max_positions, 4096)
+        files = CheckpointFiles(model, self.config)
+        self._stored = files.stored_dtype()
+        dtype = DTYPES[options.dtype] if options.dtype else self._stored
+        if dtype not in DTYPES.values():
+            raise CheckpointError(f"{model}: weights are {dtype}; the engine runs {' or '.join(DTYPES)}")
+        torch.set_num_threads(1)
+        weights = Weights(self.config, dtype)
+        weights.copy_from(files.read(None, dtype, self._stored))
+        most_rows = options.max_running + options.prefill_rows
+        self_check(weights, self.max_len, most_rows, seconds=options.self_check_seconds)
+        scheduler = Scheduler(
+            weights,
+            options.label,
+            max_len=self.max_len,
+            max_running=options.max_running,
+            prefill_rows=options.prefill_rows,
+        )
+        self._dtype = dtype
+        self._instance = uuid.uuid4().hex
+        self._random = random.Random(options.seed)
+        self._worker = Worker(scheduler, self._post, self._post_failure, options.pace)
+        self._active: dict[Request, Generation] = {}
+        self._prepared: Mapping[str, Tensor] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begin serving; call it on the event loop that will use the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+
+    async def close(self) -> None:
+        """Stop the thread; requests that run fail with EngineFailed."""
+        await asyncio.to_thread(self._worker.close)
+        self._fail_active("the engine is closed")
+
+    # ------------------------------------------------------------------------------------------ generating
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Queue checked requests. Raises EngineFailed. Requests without a seed of their own get one."""
+        if not self._worker.alive:
+            raise EngineFailed(self._worker.failed or "the engine is not running")
+        for request in requests:
+            seed = request.params.seed
+            request.seed = self._random.getrandbits(64) if seed is None else seed % 2**64
+        generations = [Generation(request) for request in requests]
+        self._active.update(zip(requests, generations, strict=True))
+        queued = list(requests)
+
+        def add(scheduler: Scheduler) -> None:
+            for request in queued:
+                scheduler.add(request)
+
+        self._worker.call(add)
+        return generations
+
+    def cancel(self, generations: Sequence[Generation]) -> None:
+        """Abort what of these still runs, without waiting; their outcome comes as for any abort."""
+        requests = {g.request for g in generations if g.request in self._active}
+        if requests:
+            self._worker.call(lambda s: s.abort(requests.__contains__))
+
+    def in_flight(self, rid: str) -> bool:
+        """A request of exactly this id is running or waiting."""
+        return any(request.rid == rid for request in self._active)
+
+    @property
+    def load(self) -> int:
+        """Requests running or waiting."""
+        return len(self._active)
+
+    # ------------------------------------------------------------------------------------- ports.Engine
+
+    async def identity(self) -> EngineIdentity:
+        """Who answers, and the version it stamps on tokens now."""
+        return EngineIdentity(self._instance, await self._call(lambda s: s.label))
+
+    async def prepare(self, checkpoint: Path, changed: Collection[str] | None) -> None:
+        """Read and check the named tensors (None: all) while serving. EngineRefused changes nothing."""
+        try:
+            config = await asyncio.to_thread(ModelConfig.read, checkpoint)
+            if config.shapes() != self.config.shapes():
+                raise EngineRefused(f"{checkpoint}: config.json describes another model")
+            files = await asyncio.to_thread(CheckpointFiles, checkpoint, self.config)
+            self._prepared = await asyncio.to_thread(files.read, changed, self._dtype, self._stored)
+        except ValueError as error:
+            raise EngineRefused(str(error)) from error
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop at a token boundary. "abort" ends all requests, "retract" drops their KV, "in_place" keeps it."""
+        await self._call(lambda s: s.pause(mode))
+
+    async def activate(self, label: str) -> None:
+        """In a pause: copy what was prepared, and stamp `label` on all later tokens.
+
+        EngineRefused: not paused, or nothing was prepared. EngineUncertain: the copy failed, the engine has stopped.
+        """
+        await self._activate(label, unpaused=False)
+
+    async def resume(self) -> None:
+        """End the pause; without one it does nothing."""
+        await self._call(lambda s: s.resume())
+
+    async def abort(self, request_id: str) -> None:
+        """End every request whose id begins with `request_id`, as SGLang does; none is fine."""
+        await self._call(lambda s: s.abort(lambda r: r.rid.startswith(request_id)))
+
+    # ------------------------------------------------------------------------------------- more control
+
+    async def health(self) -> None:
+        """Raises EngineError when the engine no longer generates. Says nothing about pauses."""
+        if not self._worker.alive:
+            raise EngineError(self._worker.failed or "the engine is not running")
+
+    async def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return await self._call(lambda s: s.paused)
+
+    async def flush(self) -> bool:
+        """Whether nothing runs or waits. There is no cache between requests that could need a flush."""
+        return await self._call(lambda s: s.idle)
+
+    async def abort_all(self) -> None:
+        """End every request."""
+        await self._call(lambda s: s.abort(lambda _: True))
+
+    async def load_weights(self, checkpoint: Path, label: str, *, abort_all: bool = False) -> None:
+        """Prepare a whole checkpoint and activate it at a token boundary, paused or not, keeping KV."""
+        await self.prepare(checkpoint, None)
+        if abort_all:
+            await self.abort_all()
+        await self._activate(label, unpaused=True)
+        self.model_path = str(checkpoint)
+
+    async def _activate(self, label: str, *, unpaused: bool) -> None:
+        prepared = self._prepared
+        if prepared is None:
+            raise EngineRefused("nothing was prepared")
+
+        def activate(scheduler: Scheduler) -> None:
+            if not (scheduler.paused or unpaused):
+                raise EngineRefused("weights are activated in a pause only")
+            try:
+                scheduler.activate(prepared, label)
+            except BaseException as error:
+                reason = (
+                    f"activating {label} failed, the weights are undefined: {type(error).__name__}: {error}"
+                )
+                self._worker.fail(reason)
+                raise EngineUncertain(reason) from error
+
+        await self._call(activate)
+        self._prepared = None
+
+    async def _call(self, command: Callable[[Scheduler], T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._worker.call(command))
+        except EngineFailed as error:
+            raise EngineError(str(error)) from error
+
+    # ---------------------------------------------------------------------------- from the worker's thread
+
+    def _post(self, events: Sequence[Event]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _post_failure(self, reason: str) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._fail_active, reason)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            generation = self._active.get(event.request)
+            if generation is not None:
+                generation._events.put_nowait(event)
+                if event.outcome is not None:
+                    del self._active[event.request]
+
+    def _fail_active(self, reason: str) -> None:
+        for generation in self._active.values():
+            generation._events.put_nowait(EngineFailed(reason))
+        self._active.clear()

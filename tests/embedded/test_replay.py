@@ -1,0 +1,93 @@
+"""Truth: what the live scheduler reported is what the replay recomputes, to the bit, whatever happened in between."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.embedded.models import config_json, live, nudged, random_tensors
+from stitch_embedded.config import ModelConfig
+from stitch_embedded.replay import Replayer, ReplayError, Trajectory
+from stitch_embedded.report import version_fields
+from stitch_embedded.sampling import SamplingParams
+from stitch_embedded.scheduler import Outcome, Request, Scheduler
+
+MAX_LEN = 40
+
+
+class Life:
+    """A scheduler driven at random: requests, pauses in both modes, activations, aborts; every outcome is kept."""
+
+    def __init__(self, seed: int, *, kind: str, dtype: torch.dtype, modes: tuple[str, ...]) -> None:
+        self.rng = random.Random(seed)
+        self.config = ModelConfig.from_dict(config_json(kind))
+        self.versions = [("v0", random_tensors(self.config, seed, dtype))]
+        self.modes = modes
+        self.scheduler = Scheduler(
+            live(self.config, self.versions[0][1]), "v0", max_len=MAX_LEN, max_running=12, prefill_rows=9
+        )
+        self.done: list[tuple[Request, Outcome]] = []
+
+    def run(self, requests: int) -> None:
+        added = 0
+        while added < requests or not self.scheduler.idle:
+            dice = self.rng.random()
+            if added < requests and dice < 0.3:
+                added += self.add(min(self.rng.choice((1, 2, 8)), requests - added))
+            elif dice < 0.45:
+                self.activate()
+            elif dice < 0.48 and self.scheduler.running:
+                victim = self.rng.choice(self.scheduler.running)
+                self.scheduler.abort(lambda r: r is victim)
+            else:
+                self.scheduler.step()
+            self.done += [(e.request, e.outcome) for e in self.scheduler.take_events() if e.outcome]
+
+    def add(self, copies: int) -> int:
+        prompt = [self.rng.randrange(37) for _ in range(self.rng.choice((1, 2, 5, 11, 25)))]
+        params = SamplingParams(
+            max_new_tokens=self.rng.randint(1, 14),
+            temperature=self.rng.choice((1.0, 1.0, 0.7, 0.0)),
+            top_p=self.rng.choice((1.0, 0.8)),
+        )
+        for copy in range(copies):
+            self.scheduler.add(Request(f"r_{copy}", prompt, params, self.rng.getrandbits(64), frozenset({2})))
+        return copies
+
+    def activate(self) -> None:
+        for _ in range(self.rng.choice((1, 1, 2))):
+            self.scheduler.pause(self.rng.choice(self.modes))
+        if self.rng.random() < 0.8:
+            label = f"v{len(self.versions)}"
+            tensors = nudged(self.versions[-1][1], len(self.versions))
+            self.versions.append((label, tensors))
+            self.scheduler.activate(tensors, label)
+        self.scheduler.resume()
+
+    def trajectories(self) -> list[Trajectory]:
+        """As a client would have them: through the fields of the response."""
+        out = []
+        for request, o in self.done:
+            fields = version_fields(len(request.prompt), len(o.tokens), o.passes, o.label)
+            if set(self.modes) == {"in_place"}:
+                assert "kv_passes" not in fields
+            out.append(Trajectory.of(request.prompt, o.tokens, fields, request.params.temperature))
+        return out
+
+
+MODES = [("in_place",), ("retract",), ("in_place", "retract")]
+
+
+@pytest.mark.parametrize("modes", MODES, ids=["in_place", "retract", "both"])
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", torch.bfloat16), ("qwen2", torch.float32)])
+@pytest.mark.parametrize("seed", range(3))
+def test_replay_equals_life(modes: tuple[str, ...], kind: str, dtype: torch.dtype, seed: int) -> None:
+    life = Life(seed, kind=kind, dtype=dtype, modes=modes)
+    life.run(60)
+    trajectories = life.trajectories()
+    spanning = sum(len(o.spans(len(r.prompt))) > 1 for r, o in life.done)
+    assert spanning > 10
+    replayer = Replayer(life.config, MAX_LEN, dtype=dtype, rows_per_call=64)
+    got = replayer.replay(life.versions, trajectories)
+    assert got == [o.logprobs for _, o in life.done]
