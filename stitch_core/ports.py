@@ -59,7 +59,10 @@ class Files(Protocol):
         """Bytes ``[offset, offset + length)``, all without ``length``; short at the end of the file."""
         ...
 
-    def size(self, path: Path) -> int: ...
+    def size(self, path: Path) -> int:
+        """Bytes in a file; IsADirectoryError for a directory."""
+        ...
+
     def exists(self, path: Path) -> bool: ...
 
     def list(self, path: Path) -> list[str]:
@@ -67,7 +70,7 @@ class Files(Protocol):
         ...
 
     def write_new(self, path: Path, data: Buffer) -> None:
-        """Create a file; FileExistsError if there is one."""
+        """Create a file; FileExistsError if there is one. A failure may leave a part of it."""
         ...
 
     def write_at(self, path: Path, offset: int, data: Buffer) -> None:
@@ -91,7 +94,10 @@ class Files(Protocol):
     def remove(self, path: Path) -> None: ...
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all below it; a path that is not there is fine."""
+        """Remove a directory and all below it; a path that is not there is fine.
+
+        Symbolic links are removed, never followed.
+        """
         ...
 
     def free_bytes(self, path: Path) -> int: ...
@@ -140,7 +146,12 @@ class Unavailable(StoreError):
 
 @dataclass(frozen=True)
 class Blob:
-    """A small object and the opaque tag that ``swap`` compares."""
+    """A small object and the opaque tag that ``swap`` compares.
+
+    Objects of different bytes have different tags. Equal bytes may have equal tags (S3's are content
+    digests), so an object that goes from A to B and back may look untouched: put a nonce into the bytes
+    where that matters.
+    """
 
     data: bytes
     tag: str
@@ -165,14 +176,22 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a store can do. ``visible_after``: seconds until a finished write is seen by every reader."""
+    """What a store can do.
+
+    ``conditional_writes``: of any number of writers that meet at one ``create`` or ``swap``, one wins.
+    ``visible_after``: seconds until a finished write is seen by every reader.
+    """
 
     conditional_writes: bool = True
     visible_after: float = 0.0
 
 
 class Store(Protocol):
-    """Objects by key. Keys are relative, '/'-separated, of A-Z a-z 0-9 . _ - ~ and never contain '..'.
+    """Objects by key.
+
+    A key is of segments of A-Z a-z 0-9 . _ - ~ joined by '/', none of them empty, starting with '.' or
+    longer than 200 characters, 800 in all; ``stitch_core.stores.keys`` checks it and raises BadKey. With an
+    object ``a/b`` there, ``a`` is nobody's object: a store may refuse it.
 
     Every call may raise Unavailable. A write that returned is durable.
     """
@@ -185,7 +204,7 @@ class Store(Protocol):
         ...
 
     async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """A byte range, short at the end of the object; NotFound."""
+        """A byte range, short or empty at the end of the object; NotFound."""
         ...
 
     async def size(self, key: str) -> int:
@@ -193,7 +212,10 @@ class Store(Protocol):
         ...
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
-        """Create-only write, all or nothing; AlreadyExists whatever the bytes there are."""
+        """Create-only write, all or nothing; AlreadyExists whatever the bytes there are.
+
+        StoreError if a FileSource cannot be read or has another size than announced.
+        """
         ...
 
     async def swap(self, key: str, expected: str | None, data: bytes) -> str:
@@ -208,7 +230,10 @@ class Store(Protocol):
         ...
 
     async def list(self, prefix: str) -> list[Entry]:
-        """Objects whose key starts with ``prefix``, sorted by key. Never used to find a head."""
+        """Objects whose key starts with ``prefix``, sorted by key. Never used to find a head.
+
+        A prefix is text, not a directory: ``a/1`` lists ``a/10`` too, ``a/1/`` does not.
+        """
         ...
 
     async def delete(self, key: str) -> None:

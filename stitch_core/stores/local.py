@@ -1,0 +1,293 @@
+"""A store in a directory that every process sees: a local disk, or a shared POSIX mount.
+
+An object is the file of its key's name, whole from the moment it is there: bytes are written and synced
+under ``<root>/.stitch/tmp`` first, then linked (create) or renamed (swap) into place, and the directory is
+synced before the call returns. A crash at any line leaves the old object or the new one. What changes or
+removes an object holds a lock in ``<root>/.stitch/locks``; creating needs none, because link(2) decides.
+Names that start with '.' are no keys, so ``.stitch`` is nobody's object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ..files import PosixFiles
+from ..ports import (
+    AlreadyExists,
+    Blob,
+    Buffer,
+    Capabilities,
+    Clock,
+    Conflict,
+    Entry,
+    Files,
+    FileSource,
+    NotFound,
+    RunBlocking,
+    StoreError,
+    SystemClock,
+    Unavailable,
+)
+from ..threads import Threads
+from . import BadUrl
+from .keys import BadKey, check_key, check_prefix, check_range, is_key
+from .sources import source_chunks
+
+T = TypeVar("T")
+
+PRIVATE = ".stitch"
+STALE_AFTER = 24 * 3600.0
+"""Seconds after which a temporary file is taken for the leftover of a process that died."""
+
+_LOCKS = 64  # a fixed number, so that deleted keys leave no lock files behind
+
+
+class LocalStore:
+    """The objects under ``root``, which the first write creates. Needs hard links and flock there.
+
+    Tags are content digests: they hold across hosts whose mounts cache inodes and times, and a store may
+    have no weaker ones. Without ``run_blocking`` it has threads of its own, which ``close`` ends.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Files | None = None,
+        run_blocking: RunBlocking | None = None,
+        *,
+        lock_timeout: float = 10.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.root = Path(os.path.abspath(root))
+        self._files: Files = files or PosixFiles()
+        self._threads: Threads | None = None
+        if run_blocking is None:
+            run_blocking = self._threads = Threads(8, "stitch-local-store")
+        self._run: RunBlocking = run_blocking
+        self._lock_timeout = lock_timeout
+        self._clock: Clock = clock or SystemClock()
+        self._durable: set[Path] = set()
+        self._swept = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    async def load(self, key: str) -> Blob:
+        data = await self._reading(self._files.read, key)
+        return Blob(data, _tag(data))
+
+    async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        check_range(start, length)
+        return await self._reading(self._files.read, key, start, length)
+
+    async def size(self, key: str) -> int:
+        return await self._reading(self._files.size, key)
+
+    async def create(self, key: str, source: Buffer | FileSource) -> None:
+        await self._writing(self._create, key, source)
+
+    async def swap(self, key: str, expected: str | None, data: bytes) -> str:
+        return await self._writing(self._swap, key, expected, data)
+
+    async def replace(self, key: str, data: bytes) -> None:
+        await self._writing(self._replace, key, data)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        check_prefix(prefix)
+        return await self._run(_translate_read, _list, self.root, self._files, prefix)
+
+    async def delete(self, key: str) -> None:
+        await self._writing(self._delete, key)
+
+    async def close(self) -> None:
+        if self._threads:
+            self._threads.close()
+
+    def _path(self, key: str) -> Path:
+        return self.root.joinpath(*check_key(key).split("/"))
+
+    async def _reading(self, operation: Callable[..., T], key: str, *args: Any) -> T:
+        return await self._run(_translate_read, operation, self._path(key), *args)
+
+    async def _writing(self, operation: Callable[..., T], key: str, *args: Any) -> T:
+        return await self._run(self._translate_write, operation, self._path(key), *args)
+
+    # ------------------------------------------------------------------ blocking, in one thread at a time
+
+    def _create(self, path: Path, source: Buffer | FileSource) -> None:
+        self._make_directory(path.parent)
+        if not self._files.exists(path):  # spares the copy; link() is what decides
+            with self._temporary(source) as temporary, contextlib.suppress(FileExistsError):
+                self._files.link(temporary, path)
+                self._files.sync(path.parent)
+                return
+        # The other creator may have died before its sync, and the caller may take its bytes for durable.
+        self._files.size(path)
+        self._files.sync(path.parent)
+        raise AlreadyExists(f"{path} exists")
+
+    def _swap(self, path: Path, expected: str | None, data: bytes) -> str:
+        self._make_directory(path.parent)
+        with self._locked(path):
+            try:
+                current = _tag(self._files.read(path))
+            except FileNotFoundError:
+                current = None
+            if current != expected:
+                raise Conflict(f"{path} is not as it was read")
+            with self._temporary(data) as temporary:
+                try:
+                    (self._files.link if current is None else self._files.rename)(temporary, path)
+                except FileExistsError:
+                    raise Conflict(f"{path} was created meanwhile") from None
+            self._files.sync(path.parent)
+        return _tag(data)
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        self._make_directory(path.parent)
+        with self._locked(path):
+            with self._temporary(data) as temporary:
+                self._files.rename(temporary, path)
+            self._files.sync(path.parent)
+
+    def _delete(self, path: Path) -> None:
+        if not self._files.exists(path):
+            return
+        with self._locked(path), contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            self._files.remove(path)
+            self._files.sync(path.parent)
+
+    # --------------------------------------------------------------------------------------------- parts
+
+    def _make_directory(self, path: Path) -> None:
+        """Make a directory and every one above it durable, up to the root or what was there before it."""
+        if path in self._durable:
+            return
+        if path == self.root:
+            top = path
+            while not self._files.exists(top):
+                top = top.parent
+            chain = [path, *path.parents]
+            new = chain[: chain.index(top)]
+        else:
+            # What is there may be another process's, which has not synced it yet.
+            self._make_directory(path.parent)
+            new = [path]
+        self._files.make_dirs(path)
+        for directory in reversed(new):
+            self._files.sync(directory.parent)
+        self._durable.add(path)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        directory = self.root / PRIVATE / "locks"
+        self._make_directory(directory)
+        number = zlib.crc32(path.relative_to(self.root).as_posix().encode()) % _LOCKS
+        with self._files.lock(directory / f"{number:02d}", self._lock_timeout):
+            yield
+
+    @contextlib.contextmanager
+    def _temporary(self, source: Buffer | FileSource) -> Iterator[Path]:
+        """A synced file with the source's bytes, gone afterwards unless it was renamed."""
+        directory = self.root / PRIVATE / "tmp"
+        self._make_directory(directory)
+        self._sweep(directory)
+        path = directory / f"{int(self._clock.time())}.{secrets.token_hex(8)}"
+        try:
+            self._files.write_new(path, b"")
+            offset = 0
+            for chunk in source_chunks(source):
+                self._files.write_at(path, offset, chunk)
+                offset += len(chunk)
+            self._files.sync(path)
+            yield path
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.remove(path)
+
+    def _sweep(self, directory: Path) -> None:
+        """Once per store: remove the temporaries of processes that died."""
+        if self._swept:
+            return
+        self._swept = True
+        for name in self._files.list(directory):
+            born = name.partition(".")[0]
+            if born.isdecimal() and int(born) < self._clock.time() - STALE_AFTER:
+                # Another store may be sweeping, or the file be another user's.
+                with contextlib.suppress(OSError):
+                    self._files.remove(directory / name)
+
+    def _translate_write(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
+        try:
+            return operation(path, *args)
+        except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+            raise BadKey(f"{path}: an object and a directory cannot have one name") from error
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self._durable.clear()  # somebody removed directories: the next try makes them again
+            raise _unavailable(path, error) from error
+
+
+def _list(root: Path, files: Files, prefix: str) -> list[Entry]:
+    found: list[Entry] = []
+    folder = prefix.rpartition("/")[0]
+    pending = [folder + "/" if folder else ""]
+    while pending:
+        folder = pending.pop()
+        try:
+            names = files.list(root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for key in (folder + name for name in names):
+            if not is_key(key) or not (key + "/").startswith(prefix):
+                continue
+            try:
+                size = files.size(root / key)
+            except IsADirectoryError:
+                pending.append(key + "/")
+            except FileNotFoundError:
+                pass  # deleted while we list
+            else:
+                if key.startswith(prefix):
+                    found.append(Entry(key, size))
+    return sorted(found, key=lambda entry: entry.key)
+
+
+def _translate_read(operation: Callable[..., T], path: Path, *args: Any) -> T:
+    try:
+        return operation(path, *args)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise NotFound(f"{path}: no such object") from error
+    except OSError as error:
+        raise _unavailable(path, error) from error
+
+
+def _unavailable(path: Path, error: OSError) -> StoreError:
+    if error.errno is None:
+        return Unavailable(f"{path}: {error}")
+    name = errno.errorcode.get(error.errno, str(error.errno))
+    return Unavailable(f"{error.filename or path}: {name} ({error.strerror})")
+
+
+def _tag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def open_url(url: str) -> LocalStore:
+    """``file:/dir`` or ``file:///dir``; ``file:dir`` is relative to the working directory. Raises BadUrl."""
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+        raise BadUrl(
+            f"{url!r} names no directory of this machine: write file:/path, with ? and # as %3F and %23"
+        )
+    return LocalStore(Path(unquote(parts.path)))
