@@ -1,0 +1,116 @@
+"""A Hugging Face checkpoint directory as named, typed byte ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from .dialects import INDEX_NAME, Index, check_shard_name, read_index
+from .ports import Files
+from .safetensors import CheckpointError, TensorRef, read_header
+from .state import TensorInfo, state_digest
+
+__all__ = ["CHUNK_BYTES", "Checkpoint", "CheckpointError", "TensorRef"]
+
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A full checkpoint whose files, headers and index agree. ``weight_files`` are the shards' names, sorted.
+
+    ``index`` is None where there is no index file: then every ``*.safetensors`` in the directory counts.
+    """
+
+    directory: Path
+    files: Files = field(repr=False)
+    tensors: Mapping[str, TensorRef] = field(repr=False)
+    weight_files: tuple[str, ...]
+    index: Index | None = field(repr=False)
+
+    @classmethod
+    def open(cls, directory: Path, files: Files) -> Checkpoint:
+        """Read the index and every header, no tensor; CheckpointError names the file or tensor at fault."""
+        names = list_directory(directory, files)
+        index = None
+        if INDEX_NAME in names:
+            where = directory / INDEX_NAME
+            index = read_index(files.read(where), str(where))
+            if index.kind == "delta":
+                raise CheckpointError(f"{where}: a delta ({index.encoding}), not a full checkpoint")
+            if not index.weight_map:
+                raise CheckpointError(f"{where}: names no tensors")
+        shards = set(index.weight_map.values()) if index else {n for n in names if n.endswith(".safetensors")}
+        if not shards:
+            raise CheckpointError(f"{directory}: no *.safetensors file")
+        tensors: dict[str, TensorRef] = {}
+        for shard in sorted(check_shard_name(shard, str(directory)) for shard in shards):
+            if shard not in names:
+                raise CheckpointError(f"{directory / shard}: named by the index, but not there")
+            for name, ref in read_header(directory / shard, files).tensors.items():
+                if name in tensors:
+                    raise CheckpointError(
+                        f"{directory / shard}: tensor {name} is also in {tensors[name].file}"
+                    )
+                tensors[name] = ref
+        if index:
+            _check_index(directory, index, tensors)
+        return cls(directory, files, tensors, tuple(sorted(shards)), index)
+
+    def read(self, name: str) -> bytes:
+        """A tensor's bytes."""
+        ref = self.tensors[name]
+        data = self.files.read(ref.file, ref.offset, ref.nbytes) if ref.nbytes else b""
+        if len(data) != ref.nbytes:
+            raise CheckpointError(
+                f"{ref.file}: tensor {name} is cut short, {len(data)} bytes of {ref.nbytes}"
+            )
+        return data
+
+    def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """A tensor's bytes in pieces of ``size``, the last one shorter."""
+        ref = self.tensors[name]
+        for at in range(0, ref.nbytes, size):
+            length = min(size, ref.nbytes - at)
+            data = self.files.read(ref.file, ref.offset + at, length)
+            if len(data) != length:
+                raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {at + len(data)}")
+            yield data
+
+    def table(self) -> dict[str, TensorInfo]:
+        """Hash every tensor, in bounded memory."""
+        return {name: self._info(name, ref) for name, ref in self.tensors.items()}
+
+    def state(self) -> str:
+        """The digest that names these weights; reads every byte."""
+        return state_digest(self.table())
+
+    def _info(self, name: str, ref: TensorRef) -> TensorInfo:
+        digest = xxhash.xxh3_128()
+        for chunk in self.chunks(name):
+            digest.update(chunk)
+        return TensorInfo(ref.dtype, ref.shape, digest.hexdigest())
+
+
+def list_directory(directory: Path, files: Files) -> list[str]:
+    """Names in a checkpoint's directory; CheckpointError if it is not there."""
+    try:
+        return files.list(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{directory}: no such directory") from None
+
+
+def _check_index(directory: Path, index: Index, tensors: Mapping[str, TensorRef]) -> None:
+    for name, shard in index.weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{directory / shard}: tensor {name} is missing, the index names it there")
+        if tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{directory / shard}: tensor {name} is not there but in {tensors[name].file.name}"
+            )
+    for name, ref in tensors.items():
+        if name not in index.weight_map:
+            raise CheckpointError(f"{ref.file}: tensor {name} is extra, the index does not name it")

@@ -1,0 +1,19 @@
+"""Deltas: encodings of one tensor's change, their directories, encoding and applying."""
+
+from .apply import apply_deltas
+from .directory import DeltaDirectory, write_delta
+from .encoder import DeltaEncoder, EncodedDelta
+from .fold import CopyDamaged, PlanDeltas, RepresentationInvalid
+from .wire import DeltaError
+
+__all__ = [
+    "CopyDamaged",
+    "DeltaDirectory",
+    "DeltaEncoder",
+    "DeltaError",
+    "EncodedDelta",
+    "PlanDeltas",
+    "RepresentationInvalid",
+    "apply_deltas",
+    "write_delta",
+]

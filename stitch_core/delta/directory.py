@@ -1,0 +1,167 @@
+"""A delta directory as stock slime and Miles write and read it.
+
+``model-NNNNN-of-NNNNN.safetensors`` shards (numbered from 0) hold one U8 tensor for each changed tensor,
+its zstd frame, and in ``__metadata__`` the checksum of its new bytes. ``model.safetensors.index.json`` is
+written last. No change at all is an index with an empty ``weight_map`` and no shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint import list_directory
+from ..dialects import CHECKSUM_HEX, INDEX_NAME, Index, read_index
+from ..ports import Files, write_atomic
+from ..safetensors import Header, Tensor, TensorRef, read_header, write_file
+from .apply import APPLY
+from .wire import DeltaError
+
+SHARD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One tensor's delta: where its frame lies, and what the shard says of the new bytes (hex, or None)."""
+
+    frame: TensorRef
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class DeltaDirectory:
+    """What the shards hold; the index says how it is encoded and never whether there is a payload."""
+
+    path: Path
+    files: Files = field(repr=False)
+    index: Index = field(repr=False)
+    payloads: Mapping[str, Payload] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path, files: Files) -> DeltaDirectory:
+        """Read the index and every shard's header.
+
+        Raises CheckpointError for a file that is wrong in itself, DeltaError for files that disagree.
+        """
+        names = list_directory(path, files)
+        if INDEX_NAME not in names:
+            raise DeltaError(f"{path}: no {INDEX_NAME}, so not a delta")
+        index = read_index(files.read(path / INDEX_NAME), str(path / INDEX_NAME))
+        if index.kind != "delta":
+            raise DeltaError(f"{path}: a full checkpoint, not a delta")
+        if index.encoding not in APPLY or index.compression != "zstd":
+            raise DeltaError(
+                f"{path}: encoding {index.encoding!r} with compression {index.compression!r} is not known: "
+                f"known are {', '.join(APPLY)} with zstd"
+            )
+        payloads: dict[str, Payload] = {}
+        homes: dict[str, set[str]] = {}
+        for shard in (name for name in names if name.endswith(".safetensors") and not name.startswith(".")):
+            header = read_header(path / shard, files)
+            for name, frame in header.tensors.items():
+                payload = _payload(path / shard, name, frame, header, index)
+                if name in payloads and not _equal(files, payloads[name], payload):
+                    other = payloads[name].frame.file.name
+                    raise DeltaError(
+                        f"{path / shard}: tensor {name} is also in {other}, with another payload"
+                    )
+                payloads.setdefault(name, payload)
+                homes.setdefault(name, set()).add(shard)
+        for name, shard in index.weight_map.items():
+            if shard not in names:
+                raise DeltaError(f"{path / shard}: named by the index, but not there")
+            if shard not in homes.get(name, ()):
+                raise DeltaError(f"{path / shard}: tensor {name} is missing, the index names it there")
+        return cls(path, files, index, payloads)
+
+    def read(self, name: str) -> bytes:
+        """A tensor's zstd frame."""
+        return _read(self.files, self.payloads[name])
+
+
+def write_delta(
+    path: Path,
+    files: Files,
+    payloads: Mapping[str, tuple[bytes, str]],
+    *,
+    number: int,
+    base_number: int,
+    encoding: str = "xor",
+    shard_bytes: int = SHARD_BYTES,
+) -> list[str]:
+    """Write a delta directory, durable; returns the files' names, the index last.
+
+    ``payloads`` maps each changed tensor to its frame and the xxh3-128 of its new bytes. What a writer
+    that died left without an index is removed; a directory with an index is never written again.
+    """
+    files.make_dirs(path)
+    for name in files.list(path):
+        if name == INDEX_NAME:
+            raise DeltaError(f"{path}: there is a delta already")
+        if name.endswith((".safetensors", ".tmp")):
+            files.remove(path / name)
+    shards = list(_shards(payloads, shard_bytes))
+    names: list[str] = []
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        frames = {name: Tensor("U8", (len(payloads[name][0]),), payloads[name][0]) for name in shard}
+        write_file(path / file, files, frames, {name: payloads[name][1] for name in shard})
+        names.append(file)
+        weight_map |= dict.fromkeys(shard, file)
+    files.sync(path)
+    metadata = {
+        "version": f"{number:06d}",
+        "base_version": f"{base_number:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map})
+    write_atomic(files, path / INDEX_NAME, index.encode())
+    files.sync(path.parent)
+    return [*names, INDEX_NAME]
+
+
+def _shards(payloads: Mapping[str, tuple[bytes, str]], bound: int) -> Iterator[list[str]]:
+    shard: list[str] = []
+    size = 0
+    for name in sorted(payloads):
+        if shard and size + len(payloads[name][0]) > bound:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += len(payloads[name][0])
+    if shard:
+        yield shard
+
+
+def _payload(shard: Path, name: str, frame: TensorRef, header: Header, index: Index) -> Payload:
+    if frame.dtype != "U8" or len(frame.shape) != 1:
+        raise DeltaError(
+            f"{shard}: payload of tensor {name} is {frame.dtype} {list(frame.shape)}, not flat U8"
+        )
+    checksum = header.metadata.get(name)
+    if index.checksum is not None:
+        digits = CHECKSUM_HEX[index.checksum]
+        if checksum is None:
+            raise DeltaError(f"{shard}: tensor {name} has no {index.checksum} checksum")
+        if len(checksum) != digits or not set(checksum) <= set("0123456789abcdef"):
+            raise DeltaError(f"{shard}: tensor {name} has checksum {checksum!r}, not {digits} hex digits")
+    return Payload(frame, checksum)
+
+
+def _equal(files: Files, a: Payload, b: Payload) -> bool:
+    return (
+        a.checksum == b.checksum and a.frame.nbytes == b.frame.nbytes and _read(files, a) == _read(files, b)
+    )
+
+
+def _read(files: Files, payload: Payload) -> bytes:
+    frame = payload.frame
+    data = files.read(frame.file, frame.offset, frame.nbytes)
+    if len(data) != frame.nbytes:
+        raise DeltaError(f"{frame.file}: cut short, {len(data)} bytes of {frame.nbytes} at {frame.offset}")
+    return data

@@ -1,0 +1,54 @@
+"""What a delta that came without digests of the whole does to a proven base: found out by applying it."""
+
+from __future__ import annotations
+
+import zlib
+
+from ..checkpoint import Checkpoint
+from ..ports import Buffer
+from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
+from .apply import apply_deltas
+from .directory import DeltaDirectory
+from .wire import DeltaError
+
+
+def prove_delta(
+    delta: DeltaDirectory, base: Checkpoint, table: TensorTable
+) -> tuple[dict[str, tuple[str, str]], str]:
+    """Old and new xxh3-128 of each tensor in ``delta``, and the state that results on ``base``.
+
+    ``table`` is the base's. Raises DeltaError, naming the tensor, when the delta does not fit or does
+    not give the bytes that its own checksums promise.
+    """
+    result = dict(table)
+    changed: dict[str, tuple[str, str]] = {}
+    for name, payload in delta.payloads.items():
+        if name not in table:
+            raise DeltaError(f"{delta.path}: tensor {name} is extra, the base has none of that name")
+        info = table[name]
+        try:
+            new = apply_deltas(base.read(name), [(delta.index.encoding or "", delta.read(name))])
+        except DeltaError as error:
+            raise DeltaError(f"{delta.path}: tensor {name}: {error}") from error
+        digest = tensor_digest(new.data)
+        _check_promise(delta, name, payload.checksum, new.data, digest)
+        changed[name] = info.digest, digest
+        result[name] = TensorInfo(info.dtype, info.shape, digest)
+    return changed, state_digest(result)
+
+
+def _check_promise(delta: DeltaDirectory, name: str, promised: str | None, new: Buffer, xxh3: str) -> None:
+    where = f"{delta.path}: tensor {name}"
+    kind = delta.index.checksum
+    if promised is None:
+        raise DeltaError(f"{where} has no checksum, so nothing shows that it fits this base")
+    if kind == "xxh3-128":
+        got = xxh3
+    elif kind == "adler32":
+        got = f"{zlib.adler32(new):08x}"
+    else:
+        raise DeltaError(
+            f"{where} has a {kind} checksum, which cannot be checked here: publish with xxh3-128 or adler32"
+        )
+    if got != promised:
+        raise DeltaError(f"{where} becomes {got} on this base, its checksum promises {promised}")

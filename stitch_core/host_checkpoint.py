@@ -1,0 +1,434 @@
+"""The verified, crash-safe local copy of one replica: an HF checkpoint directory that moves from version to version.
+
+    <root>/marker.json       which version the data is, or "from A to B" while it is being changed
+    <root>/data-<nonce>/     the checkpoint: shards, index, config, tokenizer
+    <root>/weight_v000007    symbolic link to it, there only while the data is that version
+    <root>/journal           what is being written into the data right now
+    <root>/fetch/            downloads, the reconciler's
+    <root>/lock              held by the one process that has the copy open
+
+The marker is a claim and the hash of the data is the proof: nothing is held that was not hashed by this
+process. A plan is verified to its last byte before the first is written. Deltas are applied in place; since
+XOR must never be applied twice, every tensor's own digest says how far it has come, and the journal makes
+sure that it has one. A full is written beside the data and takes its place when the marker says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import Checkpoint, CheckpointError
+from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
+from .dialects import INDEX_NAME
+from .host_data import copy_files, open_with_index, side_files
+from .host_marker import Holding, Marker
+from .journal import Journal, Write
+from .lineage import Plan
+from .manifest import Manifest
+from .ports import Files, write_atomic
+from .state import TensorInfo, layout_difference, state_digest
+from .versions import directory_name
+
+__all__ = ["Holding", "HostCheckpoint", "HostCheckpointError", "Interrupted", "RepresentationInvalid"]
+
+BATCH_BYTES = 64 << 20
+_LINK = re.compile(r"weight_v[0-9]{6,}\Z")
+
+
+class HostCheckpointError(Exception):
+    """The copy cannot do what was asked, for a reason that lies on this host."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """An apply that did not end: some tensors are the base's, the others the target's."""
+
+    base: Holding
+    target: Holding
+
+    @property
+    def base_state(self) -> str:
+        return self.base.state
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan may go on from here: one with a full always, deltas only from the same base."""
+        return plan.full is not None or (plan.base == self.base.state and bool(plan.deltas))
+
+
+class HostCheckpoint:
+    """The copy under ``root``. Synchronous and not thread-safe; every call may raise OSError.
+
+    ``holding`` is what it holds now, ``table`` that version's tensors. When it holds none, ``problem`` says
+    why, and ``interrupted`` is set if a plan from the same base can finish what was begun.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Files,
+        *,
+        nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        self.root = root
+        self.files = files
+        self.holding: Holding | None = None
+        self.interrupted: Interrupted | None = None
+        self.problem: str | None = "it is not open"
+        self.table: dict[str, TensorInfo] = {}
+        self._nonce = nonce
+        self._batch_bytes = batch_bytes
+        self._journal = Journal(root / "journal", files)
+        self._data: Path | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._unsettled = True  # what is on disk may differ from what the fields say
+        self._lock: contextlib.ExitStack | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint, under the name of the version it holds."""
+        if self.holding is None:
+            raise HostCheckpointError(f"{self.root} holds no version: {self.problem}")
+        return self.root / directory_name(self.holding.version.number)
+
+    # --------------------------------------------------------------------------------- open and close
+
+    def open(self) -> Holding | None:
+        """Take the lock, redo what a crash left half done, and hash the data. May be called again.
+
+        HostCheckpointError if another process has it open.
+        """
+        if self._lock is None:
+            self.files.make_dirs(self.root)
+            lock = contextlib.ExitStack()
+            try:
+                lock.enter_context(self.files.lock(self.root / "lock", 0.0))
+            except TimeoutError:
+                raise HostCheckpointError(f"{self.root} is in use by another process") from None
+            self._lock = lock
+        return self._recover()
+
+    def close(self) -> None:
+        """Give the lock back; closing twice is fine."""
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
+        self._hold_none("it is not open")
+
+    def fetch_directory(self, manifest_digest: str) -> Path:
+        """Where the reconciler puts the files of a manifest."""
+        return self.root / "fetch" / manifest_digest.replace(":", "-")
+
+    def forget_fetched(self, keep: Collection[str] = ()) -> None:
+        """Remove downloads, except those of the manifests in ``keep``. Not while ``interrupted`` needs them."""
+        fetch = self.root / "fetch"
+        kept = {self.fetch_directory(digest).name for digest in keep}
+        for name in self.files.list(fetch) if self.files.exists(fetch) else ():
+            if name not in kept:
+                self.files.remove_tree(fetch / name)
+
+    # --------------------------------------------------------------------------------------- recovery
+
+    def _settle(self) -> None:
+        """Make the fields true again after a call that failed half way."""
+        if self._lock is None:
+            raise HostCheckpointError(f"{self.root} is not open")
+        if self._unsettled:
+            self._recover()
+
+    def _recover(self) -> Holding | None:
+        self._unsettled = True
+        self._hold_none("it is empty")
+        self._data = self._checkpoint = None
+        marker = self._read_marker()
+        self._remove_links(keep=None)
+        self._clean(keep=marker.data if marker else None)
+        self._journal.create()
+        self.files.sync(self.root)
+        if marker is not None:
+            self._data = self.root / marker.data
+            self._prove(self._data, marker)
+        self._unsettled = False
+        return self.holding
+
+    def _prove(self, data: Path, marker: Marker) -> None:
+        """Finish what the journal holds, and find out by hashing which version the data is."""
+        try:
+            if marker.target is not None:
+                self._journal.redo(marker.tag, data)
+            self._checkpoint = Checkpoint.open(data, self.files)
+            table = self._checkpoint.table()
+        except (CheckpointError, FileNotFoundError) as error:
+            return self._hold_none(f"its data is damaged: {error}")
+        state = state_digest(table)
+        for holding in filter(None, (marker.target, marker.held)):
+            if state == holding.state:
+                return self._hold(self._checkpoint, table, holding)
+        if marker.target is None:
+            return self._hold_none(
+                f"its data is not {marker.held.version}: the state is {state}, not {marker.held.state}"
+            )
+        self._interrupt(marker)
+        self.table = table
+
+    def _read_marker(self) -> Marker | None:
+        path = self.root / "marker.json"
+        if not self.files.exists(path):
+            return None
+        try:
+            return Marker.decode(self.files.read(path), str(path))
+        except CheckpointError as error:
+            self.problem = str(error)
+            return None
+
+    # ------------------------------------------------------------------------------------------- seed
+
+    def seed(self, source: Path, version0: Manifest) -> Holding:
+        """Copy the boot checkpoint at ``source`` and prove that it is version 0 of its run.
+
+        HostCheckpointError if it is not, and then what was held is held still.
+        """
+        self._settle()
+        try:
+            boot = Checkpoint.open(source, self.files)
+            index = () if boot.index is None else (INDEX_NAME,)
+            with self._new_data() as data:
+                names = [*boot.weight_files, *index, *side_files(self.files, source)]
+                copy_files(self.files, source, data, names)
+                checkpoint = open_with_index(self.files, data)
+                table = checkpoint.table()
+                state = state_digest(table)
+                if state != version0.state:
+                    raise HostCheckpointError(
+                        f"the base checkpoint at {source} is not version 0 of run {version0.run}: "
+                        f"its state is {state}, expected {version0.state}"
+                    )
+                self._adopt(checkpoint, table, version0)
+        except CheckpointError as error:
+            raise HostCheckpointError(f"the base checkpoint at {source} cannot be used: {error}") from error
+        return self._held()
+
+    # ------------------------------------------------------------------------------------------ apply
+
+    def apply(self, plan: Plan, directory_of: Callable[[Manifest], Path]) -> Holding:
+        """Move to the plan's target; ``directory_of`` says where a source's verified files lie.
+
+        RepresentationInvalid names the manifest to use no more; the copy is then as it was. After a
+        HostCheckpointError or an OSError see ``holding`` and ``interrupted``.
+        """
+        self._settle()
+        for source in plan.sources:
+            self._check_fetched(source, directory_of(source))
+        if plan.full is not None:
+            self._apply_full(plan, plan.full, directory_of)
+        elif self.holding is not None and self.holding.state == plan.target.state:
+            assert self._checkpoint is not None
+            self._hold(self._checkpoint, self.table, Holding.of(plan.target))
+        else:
+            self._apply_in_place(plan, directory_of)
+        return self._held()
+
+    def room_needed(self, plan: Plan) -> int:
+        """Bytes of disk, at most, that fetching and applying the plan takes beside what is there now."""
+        need = plan.bytes
+        if plan.full is not None:
+            return need + plan.full.representation.bytes + sum(self._sides(()).values())
+        if self._checkpoint is None:
+            return need
+        names = {name for delta in plan.deltas for name in delta.representation.changed}
+        sizes = [ref.nbytes for name, ref in self._checkpoint.tensors.items() if name in names]
+        journal = max(self._batch_bytes, *sizes) if sum(sizes) > self._batch_bytes else sum(sizes)
+        return need + max(0, journal + 200 * len(sizes) - self._journal.size())
+
+    def _apply_in_place(self, plan: Plan, directory_of: Callable[[Manifest], Path]) -> None:
+        held, base = self._base_of(plan)
+        checkpoint, data = self._checkpoint, self._data
+        assert checkpoint is not None
+        assert data is not None
+        try:
+            deltas = PlanDeltas(base, plan.deltas, directory_of, self.files)
+            _check_target(plan, deltas)
+            batches = self._batches(checkpoint, deltas)
+            first = next(batches, [])
+            more = sum(1 for _ in batches)  # verified now, computed again when their turn comes
+            marker = Marker(data.name, held, Holding.of(plan.target), self._nonce())
+            self._unsettled = True
+            self._interrupt(marker)
+            self._write_marker(marker)
+            self._remove_links(keep=None)
+            for batch in self._batches(checkpoint, deltas) if more else [first]:
+                self._journal.carry_out(marker.tag, data, [write for _, write in batch])
+                self.table.update((name, deltas.final[name]) for name, _ in batch)
+        except (CopyDamaged, CheckpointError) as error:
+            self._hold_none(f"its data is damaged: {error}")
+            raise HostCheckpointError(f"{self.root} holds none: {self.problem}") from error
+        _check_state(self.table, plan.target)
+        self._hold(checkpoint, self.table, Holding.of(plan.target))
+
+    def _base_of(self, plan: Plan) -> tuple[Holding, dict[str, TensorInfo]]:
+        """What the plan starts from, and that version's table."""
+        if self.holding is not None and self.holding.state == plan.base:
+            return self.holding, self.table
+        if self.interrupted is None or not self.interrupted.fits(plan):
+            has = self.holding.state if self.holding else f"none ({self.problem})"
+            raise HostCheckpointError(f"the plan starts from {plan.base}, {self.root} holds {has}")
+        base = reconstruct_base(self.table, plan.deltas)
+        if state_digest(base) != plan.base:
+            version = self.interrupted.base.version
+            self._hold_none(f"the step from {version} was interrupted and cannot be finished by this plan")
+            raise HostCheckpointError(f"{self.root} holds none: {self.problem}")
+        return self.interrupted.base, base
+
+    def _batches(self, checkpoint: Checkpoint, deltas: PlanDeltas) -> Iterator[list[tuple[str, Write]]]:
+        """Verified new bytes of every tensor that is not final yet, up to ``batch_bytes`` at a time."""
+        refs = checkpoint.tensors
+        todo = [name for name in deltas.names if self.table[name].digest != deltas.final[name].digest]
+        batch: list[tuple[str, Write]] = []
+        size = 0
+        for name in sorted(todo, key=lambda name: (refs[name].file.name, refs[name].offset)):
+            if batch and size + refs[name].nbytes > self._batch_bytes:
+                yield batch
+                batch, size = [], 0
+            new = deltas.compute(name, checkpoint.read(name), self.table[name].digest)
+            batch.append((name, Write(refs[name].file.name, refs[name].offset, new.data)))
+            size += refs[name].nbytes
+        if batch:
+            yield batch
+
+    def _apply_full(self, plan: Plan, full: Manifest, directory_of: Callable[[Manifest], Path]) -> None:
+        names = [file.name for file in full.representation.files]
+        with self._new_data() as data:
+            copy_files(self.files, directory_of(full), data, names)
+            if self._data is not None:
+                copy_files(self.files, self._data, data, self._sides(names))
+            try:
+                checkpoint = open_with_index(self.files, data)
+                table = checkpoint.table()
+            except CheckpointError as error:
+                raise RepresentationInvalid(full.digest(), f"{full.version}: {error}") from error
+            self._check_full(full, table)
+            deltas = PlanDeltas(table, plan.deltas, directory_of, self.files)
+            _check_target(plan, deltas)
+            try:
+                for name in deltas.names:
+                    new = deltas.compute(name, checkpoint.read(name), table[name].digest)
+                    self.files.write_at(
+                        checkpoint.tensors[name].file, checkpoint.tensors[name].offset, new.data
+                    )
+            except (CopyDamaged, CheckpointError) as error:
+                raise HostCheckpointError(f"{data} was damaged while it was being made: {error}") from error
+            for file in checkpoint.weight_files if plan.deltas else ():
+                self.files.sync(data / file)
+            self._adopt(checkpoint, deltas.final, plan.target)
+
+    def _check_full(self, full: Manifest, table: dict[str, TensorInfo]) -> None:
+        if self._checkpoint is not None:
+            layout = {n: TensorInfo(r.dtype, r.shape, "") for n, r in self._checkpoint.tensors.items()}
+            difference = layout_difference(layout, table)
+            if difference is not None:
+                raise RepresentationInvalid(full.digest(), f"{full.version}: {difference}")
+        state = state_digest(table)
+        if state != full.state:
+            raise RepresentationInvalid(
+                full.digest(), f"{full.version}: its files hold state {state}, not {full.state}"
+            )
+
+    def _check_fetched(self, source: Manifest, directory: Path) -> None:
+        for file in source.representation.files:
+            path = directory / file.name
+            if not self.files.exists(path) or self.files.size(path) != file.size:
+                raise HostCheckpointError(
+                    f"{path} of {source.version} is not there, or not {file.size} bytes"
+                )
+
+    def _sides(self, without: Collection[str]) -> dict[str, int]:
+        """Files beside the weights in the data, with their sizes."""
+        if self._data is None or not self.files.exists(self._data):
+            return {}
+        return {n: size for n, size in side_files(self.files, self._data).items() if n not in without}
+
+    # -------------------------------------------------------------------------------------- the copy
+
+    @contextlib.contextmanager
+    def _new_data(self) -> Iterator[Path]:
+        """A new data directory, removed again on failure."""
+        data = self.root / f"data-{self._nonce()}"
+        self.files.make_dirs(data)
+        try:
+            yield data
+        except Exception:
+            marker = self._read_marker()
+            if marker is None or marker.data != data.name:
+                self.files.remove_tree(data)
+            raise
+
+    def _adopt(self, checkpoint: Checkpoint, table: dict[str, TensorInfo], manifest: Manifest) -> None:
+        """Make a proven, synced directory the data, in place of the present one."""
+        self.files.sync(checkpoint.directory)
+        self.files.sync(self.root)
+        self._hold(checkpoint, table, Holding.of(manifest))
+        self._clean(keep=checkpoint.directory.name)
+
+    def _hold(self, checkpoint: Checkpoint, table: dict[str, TensorInfo], holding: Holding) -> None:
+        """The data is this version: say so in the marker, and show it under its name."""
+        self._unsettled = True
+        self._write_marker(Marker(checkpoint.directory.name, holding))
+        link = self.root / directory_name(holding.version.number)
+        temporary = self.root / ".link.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(temporary)
+        self.files.symlink(checkpoint.directory.name, temporary)
+        self.files.rename(temporary, link)
+        self._remove_links(keep=link.name)
+        self._data, self._checkpoint, self.table = checkpoint.directory, checkpoint, dict(table)
+        self.holding, self.interrupted, self.problem = holding, None, None
+        self._unsettled = False
+
+    def _hold_none(self, problem: str) -> None:
+        self.holding = self.interrupted = None
+        self.problem = problem
+        self.table = {}
+
+    def _interrupt(self, marker: Marker) -> None:
+        assert marker.target is not None
+        self.holding = None
+        self.interrupted = Interrupted(marker.held, marker.target)
+        self.problem = f"the step from {marker.held.version} to {marker.target.version} did not end"
+
+    def _held(self) -> Holding:
+        assert self.holding is not None
+        return self.holding
+
+    def _write_marker(self, marker: Marker) -> None:
+        write_atomic(self.files, self.root / "marker.json", marker.encode())
+
+    def _remove_links(self, keep: str | None) -> None:
+        for name in self.files.list(self.root):
+            if _LINK.match(name) and name != keep:
+                self.files.remove(self.root / name)
+
+    def _clean(self, keep: str | None) -> None:
+        """Remove data directories that the marker does not name, and what a crash left of small files."""
+        for name in self.files.list(self.root):
+            if name.startswith("data-") and name != keep:
+                self.files.remove_tree(self.root / name)
+            elif name.startswith(".") and name.endswith(".tmp"):
+                self.files.remove(self.root / name)
+
+
+def _check_target(plan: Plan, deltas: PlanDeltas) -> None:
+    if state_digest(deltas.final) != plan.target.state:
+        raise HostCheckpointError(f"the plan does not lead to the state of {plan.target.version}")
+
+
+def _check_state(table: dict[str, TensorInfo], target: Manifest) -> None:
+    state = state_digest(table)
+    if state != target.state:
+        raise HostCheckpointError(
+            f"{target.version} was applied, but the state is {state}, not {target.state}"
+        )
