@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+
 from stitch_embedded.config import ModelConfig
 from stitch_embedded.weights import Weights
-from torch import Tensor
 
 
 def config_json(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Truth: what the live scheduler reported is what the replay recomputes, to the bit, whatever happened in between."""
+"""Truth: what the live scheduler reported is what the replay recomputes, to the bit, whatever happened in
+between.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,21 @@ import random
 
 import pytest
 import torch
-from tests.embedded.models import config_json, live, nudged, random_tensors
+
 from stitch_embedded.config import ModelConfig
-from stitch_embedded.replay import Replayer, ReplayError, Trajectory
+from stitch_embedded.replay import Replayer, Trajectory
 from stitch_embedded.report import version_fields
 from stitch_embedded.sampling import SamplingParams
 from stitch_embedded.scheduler import Outcome, Request, Scheduler
+from tests.embedded.models import config_json, live, nudged, random_tensors
 
 MAX_LEN = 40
 
 
 class Life:
-    """A scheduler driven at random: requests, pauses in both modes, activations, aborts; every outcome is kept."""
+    """A scheduler driven at random: requests, pauses in both modes, activations, aborts; every outcome is
+    kept.
+    """
 
     def __init__(self, seed: int, *, kind: str, dtype: torch.dtype, modes: tuple[str, ...]) -> None:
         self.rng = random.Random(seed)
@@ -38,8 +43,7 @@ class Life:
             elif dice < 0.45:
                 self.activate()
             elif dice < 0.48 and self.scheduler.running:
-                victim = self.rng.choice(self.scheduler.running)
-                self.scheduler.abort(lambda r: r is victim)
+                self.scheduler.abort({self.rng.choice(self.scheduler.running)}.__contains__)
             else:
                 self.scheduler.step()
             self.done += [(e.request, e.outcome) for e in self.scheduler.take_events() if e.outcome]

@@ -1,8 +1,9 @@
-"""The engine as the rest of the process sees it: requests in, outcomes out, and the control calls of `ports.Engine`.
+"""The engine as the rest of the process sees it: requests in, outcomes out, and the control calls of
+`ports.Engine`.
 
-Who owns what: the worker's thread owns the scheduler (weights, cache, requests); the event loop that called `start`
-owns `Generation` objects and everything below `_active`. Between them go commands (`Worker.call`) and events
-(`call_soon_threadsafe`, one call for all events of a step).
+Who owns what: the worker's thread owns the scheduler (weights, cache, requests); the event loop that called
+`start` owns `Generation` objects and everything below `_active`. Between them go commands (`Worker.call`)
+and events (`call_soon_threadsafe`, one call for all events of a step).
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ T = TypeVar("T")
 class Options:
     """How to run the engine.
 
-    `max_len`: positions a sequence may have, prompt and output together; the cost of attention grows with it
-    (default: the model's own, at most 4096). `max_running`: sequences decoded at once, others wait. `prefill_rows`:
-    prompt tokens per step. `pace`: least seconds per step, the declared decode pace. `dtype`: "bfloat16" or
-    "float32" (default: as stored). `label`: the version of the boot weights. `seed`: of unseeded requests' draws.
+    `max_len`: positions a sequence may have, prompt and output together; the cost of attention grows with
+    it (default: the model's own, at most 4096). `max_running`: sequences decoded at once, others wait.
+    `prefill_rows`: prompt tokens per step. `pace`: least seconds per step, the declared decode pace.
+    `dtype`: "bfloat16" or "float32" (default: as stored). `label`: the version of the boot weights. `seed`:
+    of unseeded requests' draws.
     """
 
     max_len: int | None = None
@@ -51,28 +53,28 @@ class Options:
 
 
 class Generation:
-    """One accepted request: wait for its `outcome`, or iterate over its events (all of them, the last has it)."""
+    """Requests that were accepted together: iterate over their events, or wait for their outcomes."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._events: asyncio.Queue[Event | EngineFailed] = asyncio.Queue()
-
-    async def outcome(self) -> Outcome:
-        """Raises EngineFailed when the engine stops first."""
-        async for event in self.events():
-            if event.outcome is not None:
-                return event.outcome
-        raise AssertionError("the last event has an outcome")
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self._queue: asyncio.Queue[Event | EngineFailed] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[Event]:
-        """Raises EngineFailed when the engine stops first."""
-        while True:
-            event = await self._events.get()
+        """All events of all requests, until each had its outcome. Raises EngineFailed when the engine
+        stops.
+        """
+        left = len(self.requests)
+        while left:
+            event = await self._queue.get()
             if isinstance(event, EngineFailed):
                 raise event
+            left -= event.outcome is not None
             yield event
-            if event.outcome is not None:
-                return
+
+    async def outcomes(self) -> list[Outcome]:
+        """One for each request, in order. Raises EngineFailed when the engine stops first."""
+        done = {e.request: e.outcome async for e in self.events() if e.outcome is not None}
+        return [done[request] for request in self.requests]
 
 
 class EmbeddedEngine:
@@ -110,7 +112,9 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begin serving; call it on the event loop that will use the engine."""
+        """Begin serving, once; call it on the event loop that will use the engine."""
+        if self._loop is not None:
+            return
         self._loop = asyncio.get_running_loop()
         self._worker.start()
 
@@ -121,38 +125,32 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------------------------------------ generating
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Queue checked requests. Raises EngineFailed. Requests without a seed of their own get one."""
+    def generate(self, requests: Sequence[Request]) -> Generation:
+        """Queue checked requests (api.py). Raises EngineFailed. Requests without a seed get one."""
         if not self._worker.alive:
             raise EngineFailed(self._worker.failed or "the engine is not running")
         for request in requests:
             seed = request.params.seed
             request.seed = self._random.getrandbits(64) if seed is None else seed % 2**64
-        generations = [Generation(request) for request in requests]
-        self._active.update(zip(requests, generations, strict=True))
-        queued = list(requests)
+        generation = Generation(requests)
+        self._active.update(dict.fromkeys(generation.requests, generation))
 
         def add(scheduler: Scheduler) -> None:
-            for request in queued:
+            for request in generation.requests:
                 scheduler.add(request)
 
         self._worker.call(add)
-        return generations
+        return generation
 
-    def cancel(self, generations: Sequence[Generation]) -> None:
-        """Abort what of these still runs, without waiting; their outcome comes as for any abort."""
-        requests = {g.request for g in generations if g.request in self._active}
+    def cancel(self, generation: Generation) -> None:
+        """Abort what of it still runs, without waiting."""
+        requests = {request for request in generation.requests if request in self._active}
         if requests:
             self._worker.call(lambda s: s.abort(requests.__contains__))
 
     def in_flight(self, rid: str) -> bool:
         """A request of exactly this id is running or waiting."""
         return any(request.rid == rid for request in self._active)
-
-    @property
-    def load(self) -> int:
-        """Requests running or waiting."""
-        return len(self._active)
 
     # ------------------------------------------------------------------------------------- ports.Engine
 
@@ -172,13 +170,16 @@ class EmbeddedEngine:
             raise EngineRefused(str(error)) from error
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop at a token boundary. "abort" ends all requests, "retract" drops their KV, "in_place" keeps it."""
+        """Stop at a token boundary. "abort" ends all requests, "retract" drops their KV, "in_place" keeps
+        it.
+        """
         await self._call(lambda s: s.pause(mode))
 
     async def activate(self, label: str) -> None:
         """In a pause: copy what was prepared, and stamp `label` on all later tokens.
 
-        EngineRefused: not paused, or nothing was prepared. EngineUncertain: the copy failed, the engine has stopped.
+        EngineRefused: not paused, or nothing was prepared. EngineUncertain: the copy failed, the engine has
+        stopped.
         """
         await self._activate(label, unpaused=False)
 
@@ -201,9 +202,9 @@ class EmbeddedEngine:
         """Between `pause` and `resume`."""
         return await self._call(lambda s: s.paused)
 
-    async def flush(self) -> bool:
-        """Whether nothing runs or waits. There is no cache between requests that could need a flush."""
-        return await self._call(lambda s: s.idle)
+    async def counts(self) -> tuple[int, int]:
+        """(requests in slots, requests waiting for one)"""
+        return await self._call(lambda s: (len(s.running), len(s.waiting)))
 
     async def abort_all(self) -> None:
         """End every request."""
@@ -259,11 +260,11 @@ class EmbeddedEngine:
         for event in events:
             generation = self._active.get(event.request)
             if generation is not None:
-                generation._events.put_nowait(event)
+                generation._queue.put_nowait(event)
                 if event.outcome is not None:
                     del self._active[event.request]
 
     def _fail_active(self, reason: str) -> None:
-        for generation in self._active.values():
-            generation._events.put_nowait(EngineFailed(reason))
+        for generation in set(self._active.values()):
+            generation._queue.put_nowait(EngineFailed(reason))
         self._active.clear()

@@ -1,13 +1,17 @@
 """Qwen2 and Qwen3 on a CPU, one row per token, with results that do not depend on the batch, to the bit.
 
-Stock batching is not exact: matrix kernels choose their summation order by the number of rows. The recipe here:
+Stock batching is not exact: matrix kernels choose their summation order by the number of rows. The recipe
+here:
 
 - one torch thread (`Runner` sets it for the whole process);
-- every token is one row, in prefill and decode alike, and attends over its slot's whole cache of fixed length, masked;
-- rows are padded to one of a few fixed counts (`row_counts`), all of which `selfcheck` compares on the loaded model;
+- every token is one row, in prefill and decode alike, and attends over its slot's whole cache of fixed
+  length, masked;
+- rows are padded to one of a few fixed counts (`row_counts`), all of which `selfcheck` compares on the
+  loaded model;
 - softmax and log-softmax in fp32.
 
-Rounding follows Hugging Face's modules (norms and rotary products rounded to the weights' dtype step by step).
+Rounding follows Hugging Face's modules (norms and rotary products rounded to the weights' dtype step by
+step).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ MIN_ROWS = 4
 
 
 def row_counts(most: int) -> list[int]:
-    """The row counts that a forward of up to `most` rows is padded to: at most a third of the rows is padding."""
+    """The row counts that a forward of up to `most` rows is padded to; seldom is a third of it padding."""
     counts, step = [MIN_ROWS, 8, 16], 8
     while counts[-1] < most:
         counts.append(counts[-1] + step)
@@ -36,10 +40,10 @@ def row_counts(most: int) -> list[int]:
 
 
 class KVCache:
-    """Keys and values of `slots` sequences, fixed length `max_len`, plus one scratch slot that padding rows write to.
+    """Keys and values of `slots` sequences, fixed length `max_len`, and a scratch slot for padding rows.
 
-    `keys` and `values` are [layers, slots + 1, kv_heads, max_len, head_dim]. Positions not yet written hold zeros or
-    finite leftovers; masking gives them a weight of exactly 0.
+    `keys` and `values` are [layers, slots + 1, kv_heads, max_len, head_dim]. Positions not yet written hold
+    zeros or finite leftovers; masking gives them a weight of exactly 0.
     """
 
     def __init__(self, config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype) -> None:
@@ -57,7 +61,7 @@ class KVCache:
 
 
 class Runner:
-    """Forward passes of one model. Owns no requests; weights and cache are the caller's, used by one thread at a time."""
+    """Forward passes of one model over the caller's weights and cache, on one thread at a time."""
 
     def __init__(self, weights: Weights, cache: KVCache, most_rows: int) -> None:
         torch.set_num_threads(1)
@@ -80,8 +84,8 @@ class Runner:
     def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Compute rows, write their keys and values, return their last hidden states, [rows, hidden].
 
-        Row i is token `tokens[i]` of the sequence in `slots[i]` at `positions[i]`. Several rows of one slot must be in
-        ascending positions without a gap from what the cache holds.
+        Row i is token `tokens[i]` of the sequence in `slots[i]` at `positions[i]`. Several rows of one slot
+        must be in ascending positions without a gap from what the cache holds.
         """
         rows = len(tokens)
         pad = self.padded(rows) - rows

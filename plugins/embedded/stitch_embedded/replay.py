@@ -1,8 +1,10 @@
-"""Recompute the log-probabilities of past generations to the bit, from their tokens and version reports alone.
+"""Recompute the log-probabilities of past generations to the bit, from their tokens and version reports
+alone.
 
-Rows are computed under the versions that the report names (report.py): what `in_place` kept is replayed with the keys
-and values that each older version left, what `retract` recomputed starts over. Because rows do not depend on their
-batch (model.py), rows of thousands of trajectories share calls, version by version, and every version is loaded once.
+Rows are computed under the versions that the report names (report.py): what `in_place` kept is replayed
+with the keys and values that each older version left, what `retract` recomputed starts over. Because rows
+do not depend on their batch (model.py), rows of thousands of trajectories share calls, version by version,
+and every version is loaded once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One generation: token ids, what computed them, and what its logits were divided by (the temperature, or 1)."""
+    """One generation: token ids, what computed them, and what its logits were divided by (the temperature,
+    or 1).
+    """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -39,7 +43,9 @@ class Trajectory:
     def of(
         prompt: Sequence[int], tokens: Sequence[int], fields: dict[str, Any], temperature: float = 1.0
     ) -> Trajectory:
-        """From a response's version fields (`meta_info`, or `metadata` of the OpenAI routes). ValueError if unfit."""
+        """From a response's version fields (`meta_info`, or `metadata` of the OpenAI routes). ValueError if
+        unfit.
+        """
         passes = passes_of(len(prompt), fields) if tokens else ()
         end = passes[-1].rows[-1].end if passes else len(prompt) - 1
         if end != len(prompt) - 1 + len(tokens):
@@ -73,7 +79,8 @@ class _Job:
 
 
 class Replayer:
-    """Replays batches of trajectories of one model; `rows_per_call` rows a forward. Used by one thread at a time.
+    """Replays batches of trajectories of one model; `rows_per_call` rows a forward. Used by one thread at a
+    time.
 
     `dtype` is the weights' at the replica. Sets torch to one thread, as the replicas had.
     """
@@ -98,9 +105,9 @@ class Replayer:
     ) -> list[list[float]]:
         """For each trajectory the fp32 log-probability of each of its tokens, as exact Python floats.
 
-        `versions` yields (label, all tensors by HF name) in the order in which the replicas activated them; it may
-        be lazy, and labels that nobody needs cost nothing. Raises ReplayError when a version is missing or comes out
-        of order.
+        `versions` yields (label, all tensors by HF name) in the order in which the replicas activated them;
+        it may be lazy, and labels that nobody needs cost nothing. Raises ReplayError when a version is
+        missing or comes out of order.
         """
         results = [[0.0] * len(t.tokens) for t in trajectories]
         by_version: defaultdict[str, list[tuple[_Job, int]]] = defaultdict(list)

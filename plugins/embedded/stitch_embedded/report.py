@@ -1,15 +1,16 @@
-"""Which weights computed what: the versions that one request's tokens and KV rows carry, and their JSON forms.
+"""Which weights computed what: the versions that one request's tokens and KV rows carry, and their JSON
+forms.
 
 A *pass* is one life of a request's KV cache. Its rows are positions of prompt + output; the row at position
-`prompt_tokens - 1 + j` gives output token j. Most requests have one pass. A pause in `retract` mode ends the pass;
-the next one recomputes all positions known by then and goes on sampling. Passes tell the whole truth; the fields of
-a response are views of them:
+`prompt_tokens - 1 + j` gives output token j. Most requests have one pass. A pause in `retract` mode ends
+the pass; the next one recomputes all positions known by then and goes on sampling. Passes tell the whole
+truth; the fields of a response are views of them:
 
 - `weight_versions`: spans over output tokens;
 - `kv_versions`: spans over prompt positions [0, prompt_tokens - 1) in the last pass that gave a token;
 - `kv`: "mixed" if that pass holds rows of more than one version, else "uniform";
-- `kv_passes`: only where the three above do not determine the passes (a replica that used both pause modes, or
-  weights activated while a retracted prefix was being recomputed).
+- `kv_passes`: only where the three above do not determine the passes (a replica that used both pause modes,
+  or weights activated while a retracted prefix was being recomputed).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows [0, rows[-1].end) were computed under `rows`; output tokens from `first_token` on came from this pass."""
+    """Rows [0, rows[-1].end) were computed under `rows`; output tokens from `first_token` on came from this
+    pass.
+    """
 
     first_token: int
     rows: tuple[Span, ...]
@@ -78,7 +81,9 @@ def derived_passes(
 
 
 def version_fields(prompt: int, tokens: int, passes: Sequence[Pass], label: str) -> dict[str, Any]:
-    """The version fields of `meta_info`. `label` is the engine's current one, reported when there are no tokens."""
+    """The version fields of `meta_info`. `label` is the engine's current one, reported when there are no
+    tokens.
+    """
     weights = token_spans(prompt, tokens, passes)
     last = passes[-1].rows if passes else ()
     prompt_kv = cut(last, 0, prompt - 1)

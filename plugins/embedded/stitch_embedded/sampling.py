@@ -1,9 +1,10 @@
 """From logits to tokens, for a whole batch at once; a row's outcome depends on nothing but that row.
 
-Reported log-probabilities are `log_softmax(logits / temperature)` in fp32, as SGLang's are; at temperature 1, and for
-greedy decoding (temperature 0), the logits are not divided. `top_k`, `top_p`, `min_p` and `min_new_tokens` restrict
-what is drawn, not what is reported. A draw uses one number in [0, 1) made from the request's seed and the token's
-index, so a seed gives the same tokens in any batch, and after a retraction.
+Reported log-probabilities are `log_softmax(logits / temperature)` in fp32, as SGLang's are; at temperature
+1, and for greedy decoding (temperature 0), the logits are not divided. `top_k`, `top_p`, `min_p` and
+`min_new_tokens` restrict what is drawn, not what is reported. A draw uses one number in [0, 1) made from
+the request's seed and the token's index, so a seed gives the same tokens in any batch, and after a
+retraction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Continuous batching: which rows run in the next forward, what they are worth, when a request ends.
 
-One thread owns a `Scheduler` with everything below it (weights, cache, requests from `add` on): `worker.Worker` in a
-server, the caller in tests and replays. Between two calls of `step` every request is at a token boundary, and that is
-where pauses, aborts and activations happen. KV never crosses requests.
+One thread owns a `Scheduler` with everything below it (weights, cache, requests from `add` on):
+`worker.Worker` in a server, the caller in tests and replays. Between two calls of `step` every request is
+at a token boundary, and that is where pauses, aborts and activations happen. KV never crosses requests.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request. `logprobs[j]` is that of `tokens[j]`; `passes` say what computed it (report.py).
+    """What became of a request. `logprobs[j]` is that of `tokens[j]`; `passes` say what computed it
+    (report.py).
 
-    `prompt_logprobs` belong to the prompt positions from max(1, `prompt_logprobs_from`) on. `label`: the engine's
-    version when it ended.
+    `prompt_logprobs` belong to the prompt positions from max(1, `prompt_logprobs_from`) on. `label`: the
+    engine's version when it ended.
     """
 
     finish: dict[str, Any]
@@ -87,8 +88,9 @@ class Event:
 
 
 class Scheduler:
-    """See the module. `max_running` sequences hold slots; a step computes at most `prefill_rows` rows of prefixes
-    beside one row for each sequence that is decoding."""
+    """See the module. `max_running` sequences hold slots; a step computes at most `prefill_rows` rows of
+    prefixes beside one row for each sequence that is decoding.
+    """
 
     def __init__(
         self, weights: Weights, label: str, *, max_len: int, max_running: int = 256, prefill_rows: int = 128
@@ -143,7 +145,9 @@ class Scheduler:
         self.paused = False
 
     def activate(self, tensors: Mapping[str, Tensor], label: str) -> None:
-        """Copy `tensors` over the live weights; all later rows carry `label`. An exception leaves them undefined."""
+        """Copy `tensors` over the live weights; all later rows carry `label`. An exception leaves them
+        undefined.
+        """
         self.weights.copy_from(tensors)
         self.label = label
 
@@ -154,7 +158,9 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One forward over a row of every decoding sequence and some rows of prefixes, and one token where due."""
+        """One forward over a row of every decoding sequence and some rows of prefixes, and one token where
+        due.
+        """
         self._admit()
         tokens: list[int] = []
         slots: list[int] = []
@@ -259,7 +265,7 @@ class Scheduler:
         request.passes.append(Pass(request.pass_start, merge(rows)))
 
     def _finish(self, request: Request, finish: dict[str, Any]) -> None:
-        # A pass that gave no token explains none; where there is no token at all, it explains the prompt's scores.
+        # A pass that gave no token explains none; without any token it still explains the prompt's scores.
         if len(request.tokens) > request.pass_start or (not request.tokens and request.marks):
             self._close_pass(request)
         if request.slot >= 0:

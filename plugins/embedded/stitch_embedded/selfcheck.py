@@ -1,4 +1,4 @@
-"""At start the engine proves on its own weights that a row's result does not depend on what it is computed with."""
+"""At start the engine proves on its own weights that no row's result depends on the rows beside it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def self_check(
 ) -> None:
     """Compare random batches, of every row count that the engine will use, with one row at a time.
 
-    A few random sequences are computed token by token (decode). Then many copies of them run in calls whose row
-    counts go through all of `Runner.counts` in random order: calls hold prefills, decodes and both. Logits and
-    log-probabilities must agree to the bit. All counts are tried at least once; after that `seconds` limits the work.
-    Raises SelfCheckError.
+    A few random sequences are computed token by token (decode). Then many copies of them run in calls whose
+    row counts go through all of `Runner.counts` in random order: calls hold prefills, decodes and both.
+    Logits and log-probabilities must agree to the bit. All counts are tried at least once; after that
+    `seconds` limits the work. Raises SelfCheckError.
     """
     rng = random.Random(seed)
     length = min(max_len, 12)
@@ -54,7 +54,7 @@ Row = tuple[int, int, int]
 
 
 def _shuffled_rows(rng: random.Random, sequences: int, copies: int, length: int) -> list[Row]:
-    """Rows of `copies` sequences from their starts, randomly interleaved in runs, each sequence's in order."""
+    """Rows of `copies` sequences from their starts, interleaved at random, each sequence's in order."""
     which = [rng.randrange(sequences) for _ in range(copies)]
     done = [0] * copies
     rows: list[Row] = []
@@ -82,9 +82,9 @@ def _compare(
     if wrong:
         which, _, at = batch[wrong[0]]
         raise SelfCheckError(
-            f"this machine's kernels are not batch-invariant for this model ({runner.weights.dtype}): in a batch of "
-            f"{len(batch)} rows (padded to {runner.padded(len(batch))}) {len(wrong)} rows differ from the same rows "
-            f"alone; first: sequence {which}, position {at}, row {wrong[0]}"
+            f"this machine's kernels are not batch-invariant for this model ({runner.weights.dtype}): in "
+            f"a batch of {len(batch)} rows (padded to {runner.padded(len(batch))}) {len(wrong)} rows differ "
+            f"from the same rows alone; first: sequence {which}, position {at}, row {wrong[0]}"
         )
 
 

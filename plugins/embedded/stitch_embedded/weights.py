@@ -1,7 +1,8 @@
 """The live weights: HF-named tensors as views of the few matrices that the model multiplies by.
 
-`q_proj`, `k_proj` and `v_proj` of a layer are row ranges of one matrix, `gate_proj` and `up_proj` of another, so that
-writing a named tensor is all an activation does: nothing is concatenated or rebuilt afterwards.
+`q_proj`, `k_proj` and `v_proj` of a layer are row ranges of one matrix, `gate_proj` and `up_proj` of
+another, so that writing a named tensor is all an activation does: nothing is concatenated or rebuilt
+afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's matrices. `qkv` is [(heads + 2 kv_heads) * head_dim, hidden], `gate_up` [2 * intermediate, hidden]."""
+    """One layer's matrices. `qkv` is [(heads + 2 kv_heads) * head_dim, hidden], `gate_up` [2 *
+    intermediate, hidden].
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -40,7 +43,9 @@ class Layer:
 
 
 class Weights:
-    """Storage for one model in one dtype. `named` maps HF names to views; writing to a view changes the model."""
+    """Storage for one model in one dtype. `named` maps HF names to views; writing to a view changes the
+    model.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
@@ -94,8 +99,9 @@ class CheckpointFiles:
     ) -> dict[str, Tensor]:
         """Private copies of the named tensors (None: all the model uses), converted to `dtype`.
 
-        Every name is checked for existence, shape and, where `stored` is given, stored dtype, before anything is
-        returned. A tied model's `lm_head.weight` is accepted and ignored. Raises CheckpointError.
+        Every name is checked for existence, shape and, where `stored` is given, stored dtype, before
+        anything is returned. A tied model's `lm_head.weight` is accepted and ignored. Raises
+        CheckpointError.
         """
         shapes = self.config.shapes()
         wanted = set(shapes) if names is None else set(names)
@@ -161,7 +167,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
             return {str(name): directory / str(file) for name, file in table.items()}
         if single.is_file():
             with safe_open(single, framework="pt") as file:
-                return {name: single for name in file.keys()}  # noqa: SIM118 (not a mapping)
+                return dict.fromkeys(file.keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: unreadable checkpoint: {error}") from error
     raise CheckpointError(f"no checkpoint: {directory} has neither {single.name} nor {index.name}")

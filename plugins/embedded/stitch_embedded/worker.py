@@ -1,7 +1,8 @@
 """The thread that owns the scheduler: runs commands between steps, paces decoding, hands out events.
 
-Everybody else talks to it by `call`: a function of the scheduler, run on the thread at a token boundary, in the order
-of the calls. A command never waits for the pace; while the thread sleeps out a step, it is woken by commands.
+Everybody else talks to it by `call`: a function of the scheduler, run on the thread at a token boundary, in
+the order of the calls. A command never waits for the pace; while the thread sleeps out a step, it is woken
+by commands.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class EngineFailed(RuntimeError):
 class Worker:
     """`deliver` is called on the thread with the events of each step; it must not block.
 
-    `pace` is the declared decode pace: seconds from the start of one step to the start of the next, at least.
-    When a step raises, `failed` says why, `on_failure` is called on the thread, and every later `call` is refused.
+    `pace` is the declared decode pace: seconds from the start of one step to the start of the next, at
+    least. When a step raises, `failed` says why, `on_failure` is called on the thread, and every later
+    `call` is refused.
     """
 
     def __init__(
