@@ -1,0 +1,313 @@
+"""LocalStore: a crash at any line leaves the old or the new object; durable before visible; clear errors."""
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.files import PosixFiles
+from stitch_core.ports import Conflict, FileSource, NotFound, StoreError, SystemClock, Unavailable
+from stitch_core.stores.keys import BadKey
+from stitch_core.stores.local import STALE_AFTER, LocalStore
+
+CHANGES = ("write_new", "write_at", "sync", "rename", "link", "make_dirs", "remove", "lock")
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+class QuickFiles(PosixFiles):
+    """For the steps around the one that is tested: syncing takes most of their time."""
+
+    def sync(self, path: Path) -> None:
+        pass
+
+
+class WatchedFiles:
+    """PosixFiles that notes each change and calls ``before`` with the number of changes so far."""
+
+    def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
+        self.before = before
+        self.changes: list[tuple[str, Path]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(PosixFiles(), name)
+
+        def watched(*args: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread(), "the event loop is blocked"
+            if name in CHANGES:
+                self.before(len(self.changes))
+                # Where a file comes to be is the second of two paths.
+                self.changes.append((name, args[1] if name in ("rename", "link") else args[0]))
+            return operation(*args)
+
+        return watched
+
+
+def dies_at(moment: int) -> Callable[[int], None]:
+    """Dies before change ``moment``; what the process would do afterwards, it does no more."""
+    dead = False
+
+    def before(number: int) -> None:
+        nonlocal dead
+        dead = dead or number == moment
+        if dead:
+            raise Crash
+
+    return before
+
+
+def local(root: Path, files: Any = None, **options: Any) -> LocalStore:
+    return LocalStore(root, files, asyncio.to_thread, **options)
+
+
+Write = Callable[[LocalStore], Coroutine[Any, Any, Any]]
+
+
+async def swap_head(store: LocalStore) -> None:
+    await store.swap("runs/r/head", (await store.load("runs/r/head")).tag, b"new")
+
+
+WRITES: dict[str, tuple[Write, tuple[bytes | None, bytes | None]]] = {
+    "create": (lambda store: store.create("runs/r/a/new", b"new"), (None, b"new")),
+    "first swap": (lambda store: store.swap("runs/r/a/new", None, b"new"), (None, b"new")),
+    "swap": (swap_head, (b"old", b"new")),
+    "replace": (lambda store: store.replace("runs/r/head", b"new"), (b"old", b"new")),
+    "delete": (lambda store: store.delete("runs/r/head"), (b"old", None)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_crash_at_any_line_leaves_old_or_new(name: str, tmp_path: Path) -> None:
+    write, outcomes = WRITES[name]
+    key = "runs/r/a/new" if "runs/r/a/new" in str(write.__code__.co_consts) else "runs/r/head"
+    seen = []
+    for moment in range(100):
+        root = tmp_path / str(moment)
+        await local(root, QuickFiles()).swap("runs/r/head", None, b"old")
+        died = False
+        try:
+            await write(local(root, WatchedFiles(dies_at(moment))))
+        except Crash:
+            died = True
+        after = local(root, QuickFiles())
+        try:
+            seen.append((await after.load(key)).data)
+        except NotFound:
+            seen.append(None)
+        keys = [entry.key for entry in await after.list("")]
+        assert keys == sorted({"runs/r/head", key} - ({key} if seen[-1] is None else set()))
+        # Whatever died, the key is as usable as before.
+        tag = None if seen[-1] is None else (await after.load(key)).tag
+        await after.swap(key, tag, b"next")
+        if not died:
+            break
+    assert moment > 3
+    assert seen[-1] == outcomes[1]
+    assert seen == sorted(seen, key=outcomes.index), "once new, it stays new"
+    assert set(seen) == set(outcomes)
+
+
+async def test_durable_before_visible_and_before_return(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20 * 2**20))
+    files = WatchedFiles()
+    root = tmp_path / "new" / "root"
+    store = local(root, files)
+    await store.create("a/b/k", FileSource(PosixFiles(), source, 20 * 2**20))
+    steps = [(name, path.relative_to(tmp_path)) for name, path in files.changes]
+    visible = steps.index(("link", Path("new/root/a/b/k")))
+    temporary = next(path for name, path in steps if name == "write_new")
+    assert temporary.parent == Path("new/root/.stitch/tmp")
+    written = [number for number, step in enumerate(steps) if step == ("write_at", temporary)]
+    assert len(written) == 3  # in pieces of 8 MiB
+    assert max(written) < steps.index(("sync", temporary)) < visible
+    # Each new directory is an entry that its parent must keep; the object is one of its directory's.
+    for parent in (".", "new", "new/root", "new/root/a"):
+        assert steps.index(("sync", Path(parent))) < visible
+    assert ("sync", Path("new/root/a/b")) in steps[visible:]
+
+    files.changes.clear()
+    await store.create("a/b/k2", b"")
+    synced = [path.relative_to(root) for name, path in files.changes if name == "sync"]
+    assert synced[1:] == [Path("a/b")], "directories are made durable once"
+    tag = await store.swap("a/b/k2", (await store.load("a/b/k2")).tag, b"x")
+    files.changes.clear()
+    await store.swap("a/b/k2", tag, b"y")
+    names = [name for name, _ in files.changes]
+    assert names.index("lock") < names.index("sync") < names.index("rename")
+    assert ("sync", root / "a" / "b") in files.changes[names.index("rename") :]
+
+
+async def test_an_object_that_is_met_is_durable(tmp_path: Path) -> None:
+    """Its creator may have died between link and sync; whoever is told AlreadyExists may build on it."""
+    await local(tmp_path).create("a/k", b"data")
+    files = WatchedFiles()
+    with pytest.raises(StoreError, match="exists"):
+        await local(tmp_path, files).create("a/k", b"data")
+    assert ("sync", tmp_path / "a") in files.changes
+    assert ("sync", tmp_path) in files.changes
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE, errno.EROFS, errno.EXDEV]
+)
+async def test_operating_system_errors_are_unavailable(code: int, tmp_path: Path) -> None:
+    class Failing(PosixFiles):
+        def read(self, path: Path, offset: int = 0, length: int | None = None) -> bytes:
+            raise OSError(code, os.strerror(code), str(path))
+
+        def sync(self, path: Path) -> None:
+            self.read(path)
+
+    await local(tmp_path).create("a/k", b"data")
+    store = local(tmp_path, Failing())
+    for call in (store.load("a/k"), store.read("a/k"), store.create("a/new", b""), store.replace("a/k", b"")):
+        with pytest.raises(Unavailable) as error:
+            await call
+        assert str(tmp_path) in str(error.value)
+        assert errno.errorcode[code] in str(error.value)
+        assert os.strerror(code) in str(error.value)
+    assert await local(tmp_path).read("a/k") == b"data"
+    assert os.listdir(tmp_path / ".stitch" / "tmp") == []
+
+
+async def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    class Full(PosixFiles):
+        def write_at(self, path: Path, offset: int, data: Any) -> None:
+            super().write_at(path, offset, memoryview(data)[:2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    store = local(tmp_path, Full())
+    with pytest.raises(Unavailable, match="ENOSPC"):
+        await store.create("k", b"data")
+    assert await store.list("") == []
+    assert os.listdir(tmp_path / ".stitch" / "tmp") == []
+
+
+async def test_a_held_lock_is_waited_for_and_given_up(tmp_path: Path) -> None:
+    store = local(tmp_path, lock_timeout=0.05)
+    tag = await store.swap("k", None, b"one")
+    (lock,) = (tmp_path / ".stitch" / "locks").iterdir()
+    with PosixFiles().lock(lock, 1):
+        ticks = 0
+        swap = asyncio.ensure_future(store.swap("k", tag, b"two"))
+        while not swap.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        with pytest.raises(Unavailable, match="locked by another"):
+            await swap
+        assert ticks > 3  # the loop was free
+        await store.create("other", b"")  # needs no lock
+        assert await store.read("k") == b"one"
+    await store.swap("k", tag, b"two")
+
+
+async def test_empty_or_missing_root(tmp_path: Path) -> None:
+    root = tmp_path / "missing"
+    store = local(root)
+    for call in (store.load("a/k"), store.read("k"), store.size("k")):
+        with pytest.raises(NotFound):
+            await call
+    assert await store.list("") == await store.list("a/") == []
+    await store.delete("a/k")
+    with pytest.raises(BadKey):
+        await store.create("../k", b"")
+    assert not root.exists(), "reading makes nothing"
+    await store.create("a/k", b"data")
+    assert (root / "a" / "k").read_bytes() == b"data"
+
+
+async def test_directories_that_vanish_are_made_again(tmp_path: Path) -> None:
+    store = local(tmp_path / "root")
+    await store.create("a/b/k", b"data")
+    PosixFiles().remove_tree(tmp_path / "root")
+    with pytest.raises(Unavailable, match="ENOENT"):
+        await store.create("a/b/k", b"data")
+    await store.create("a/b/k", b"data")
+    assert await store.read("a/b/k") == b"data"
+
+
+async def test_files_of_others_are_no_objects(tmp_path: Path) -> None:
+    store = local(tmp_path)
+    await store.create("a/k", b"data")
+    for name in ("a/.hidden", "a/with blank", "a/.k.tmp", ".x"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "a" / "dangling").symlink_to("nothing")
+    assert [entry.key for entry in await store.list("")] == ["a/k"]
+
+
+async def test_stale_temporaries_are_swept(tmp_path: Path) -> None:
+    await local(tmp_path).create("a", b"")
+    directory = tmp_path / ".stitch" / "tmp"
+    now = time.time()
+    (directory / f"{int(now - STALE_AFTER) - 10}.0123").write_bytes(b"dead")
+    (directory / f"{int(now)}.0123").write_bytes(b"another process is writing it")
+    (directory / "unknown").write_bytes(b"")
+    store = local(tmp_path)
+    await store.load("a")
+    assert len(os.listdir(directory)) == 3, "readers remove nothing"
+    await store.create("b", b"")
+    assert sorted(os.listdir(directory)) == [f"{int(now)}.0123", "unknown"]
+
+    class Tomorrow(SystemClock):
+        def time(self) -> float:
+            return now + STALE_AFTER + 10
+
+    await local(tmp_path, clock=Tomorrow()).create("c", b"")
+    assert os.listdir(directory) == ["unknown"]
+
+
+async def test_locks_do_not_pile_up(tmp_path: Path) -> None:
+    store = local(tmp_path, QuickFiles())
+    for number in range(150):
+        (tmp_path / f"k{number}").write_bytes(b"")
+        await store.delete(f"k{number}")
+    assert len(os.listdir(tmp_path / ".stitch" / "locks")) <= 64
+
+
+async def test_deleting_holds_the_lock(tmp_path: Path) -> None:
+    """Otherwise a swap that has compared could bring back what was deleted before it wrote."""
+    store = local(tmp_path)
+    tag = await store.swap("k", None, b"one")
+    deleting: list[asyncio.Future[None]] = []
+    loop = asyncio.get_running_loop()
+
+    class Deletes(PosixFiles):
+        def rename(self, source: Path, target: Path) -> None:
+            deleting.append(asyncio.run_coroutine_threadsafe(store.delete("k"), loop))  # type: ignore[arg-type]
+            time.sleep(0.05)
+            assert not deleting[0].done()
+            super().rename(source, target)
+
+    await local(tmp_path, Deletes()).swap("k", tag, b"two")
+    await asyncio.wrap_future(deleting[0])  # type: ignore[arg-type]
+    with pytest.raises(NotFound):
+        await store.load("k")
+    with pytest.raises(Conflict):
+        await store.swap("k", tag, b"three")
+
+
+async def test_giving_up_does_not_wait_for_a_hung_mount(tmp_path: Path) -> None:
+    """C18: a reader with a timeout goes on, whatever its thread hangs in."""
+    release = threading.Event()
+
+    class Hung(PosixFiles):
+        def read(self, path: Path, offset: int = 0, length: int | None = None) -> bytes:
+            release.wait(10)
+            return b""
+
+    store = LocalStore(tmp_path, Hung())
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(store.load("k"), 0.05)
+    assert time.monotonic() - start < 5
+    release.set()
+    await store.close()
