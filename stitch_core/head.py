@@ -6,14 +6,15 @@ docs/format.md describes every field. This module does no I/O.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .manifest import (
-    MANIFEST_KEY,
     FormatError,
     Manifest,
     canonical_json,
     read_count,
     read_document,
+    read_manifest_key,
     read_run,
     read_sha256,
     run_prefix,
@@ -56,11 +57,12 @@ class Head:
         value = read_document(data, HEAD_FORMAT, where)
         number = read_count(value.get("number"), f"{where}: number")
         epoch = read_count(value.get("epoch"), f"{where}: epoch")
-        key = value.get("key")
-        match = MANIFEST_KEY.match(key) if isinstance(key, str) else None
-        if not match or int(match[1]) != number or int(match[2]) > epoch:
+        key: Any = value.get("key")
+        found = read_manifest_key(key)
+        if found is None or found[0] != number or found[1] > epoch:
             raise FormatError(f"{where}: {key!r} is not the key of version {number} up to epoch {epoch}")
-        writer, time = value.get("writer"), value.get("time")
+        writer: Any = value.get("writer")
+        time: Any = value.get("time")
         if not isinstance(writer, str) or not writer:
             raise FormatError(f"{where}: writer is missing")
         if not isinstance(time, int | float) or isinstance(time, bool):

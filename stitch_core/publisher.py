@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from .chain import ChainReader, NoHead
 from .head import Head, head_key
@@ -36,7 +36,7 @@ from .ports import (
     Unavailable,
 )
 from .retry import Retry, retrying
-from .stores.transfer import file_sha256, upload, verify
+from .stores.transfer import file_digest, upload, verify
 from .versions import check_run_id
 
 T = TypeVar("T")
@@ -86,6 +86,12 @@ class Payload:
     changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Transfer(TypedDict):
+    policy: Retry
+    rng: random.Random
+    run_blocking: RunBlocking
 
 
 @dataclass(frozen=True)
@@ -256,11 +262,14 @@ class Publisher:
         async def one(name: str) -> PayloadFile:
             async with limit:
                 path = payload.directory / name
-                size, sha256 = await self._run_blocking(file_sha256, self._files, path)
-                key = manifest.file_key(name)
-                source = FileSource(self._files, path, size)
-                await upload(self._store, key, source, sha256, retry=self._retry, rng=self._rng)
-                await verify(self._store, key, size, sha256, retry=self._retry, rng=self._rng)
+                size = await self._run_blocking(self._files.size, path)
+                sha256 = await self._run_blocking(file_digest, self._files, path, size)
+                key, source = manifest.file_key(name), FileSource(self._files, path, size)
+                how: _Transfer = {
+                    "policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking
+                }  # fmt: skip
+                await upload(self._store, key, source, sha256, **how)
+                await verify(self._store, key, size, sha256, **how)
                 return PayloadFile(name, size, sha256)
 
         tasks = [asyncio.ensure_future(one(name)) for name in payload.files]

@@ -264,7 +264,7 @@ class Reconciler:
             )
         if newest.number == serving.number and newest.digest() != serving.digest():
             raise CannotFollow(
-                f"{newest.version} is not what is served by that name: the run id was used again; take a new one"
+                f"{newest.version} is not what is served by that name: the run id was used again"
             )
 
     async def _still_wanted(self, manifest: Manifest) -> bool:

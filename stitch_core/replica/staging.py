@@ -51,7 +51,6 @@ class Stager:
         self._store, self._chain, self._boot, self._files = store, chain, boot, files
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
         self._excluded: set[str] = set()
-        self._opened = False
         self._boot_table: TensorTable | None = None
 
     async def boot_table(self) -> TensorTable:
@@ -79,6 +78,7 @@ class Stager:
             fetched = self._clock.monotonic()
             self._activity("staging")
             await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
+            await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
         except RepresentationInvalid as error:
             self._excluded.add(error.manifest_digest)
             raise
@@ -87,13 +87,11 @@ class Stager:
         return Staged(plan.bytes, fetched - began, self._clock.monotonic() - fetched)
 
     async def _open(self, version0: Manifest) -> None:
-        """Make the host checkpoint hold something of this run, its boot version if nothing else."""
-        if not self._opened:
+        """Make the host checkpoint hold something to start from, the boot version if nothing else."""
+        if self.host.holding is None:
             self._activity("verifying the host checkpoint")
             await self._run_blocking(self.host.open)
-            self._opened = True
-        holding = self.host.holding
-        if holding is None or holding.version.run != version0.run:
+        if self.host.holding is None and self.host.interrupted is None:
             await self._seed(version0)
 
     async def _seed(self, version0: Manifest) -> None:
@@ -101,17 +99,24 @@ class Stager:
         await self._run_blocking(self.host.seed, self._boot, version0)
 
     async def _plan(self, target: Manifest, version0: Manifest) -> Plan:
-        assert self.host.holding is not None
-        held = self.host.holding.state
+        interrupted = self.host.interrupted
+        held = interrupted.base_state if interrupted else self._held()
         chain = await self._chain.back_to(target, {held})
         plan = cheapest_plan(target, chain, {held, version0.state}, self._excluded)
+        if interrupted is not None and not interrupted.fits(plan):
+            await self._seed(version0)
+            return await self._plan(target, version0)
         if plan.base not in (None, held):
             await self._seed(version0)
         return plan
 
+    def _held(self) -> str:
+        assert self.host.holding is not None
+        return self.host.holding.state
+
     async def _fetch(self, source: Manifest) -> Path:
         """The files of one manifest, verified, in a directory of their own."""
-        directory = self.host.fetch_directory(source.digest())
+        directory = self.host.root / "fetch" / source.digest().removeprefix("sha256:")[:24]
         await self._run_blocking(self._files.make_dirs, directory)
         for file in source.representation.files:
             key, path = source.file_key(file.name), directory / file.name

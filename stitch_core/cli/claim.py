@@ -1,0 +1,72 @@
+"""``stitch claim``: become a run's writer, and fence the one before."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import secrets
+
+from ..chain import ChainReader
+from ..checkpoint import Checkpoint
+from ..files import PosixFiles
+from ..head import Channel, channel_key
+from ..ports import NotFound, Store, SystemClock
+from ..publisher import Boot, Publisher
+from ..versions import check_run_id
+from .common import Commands, add_base, add_command, add_run, add_store, emit, opened_store
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "claim", run, "create a run, or take it over from the writer before",
+        "Create a run whose version 0 is the checkpoint --base, or raise the epoch of one that exists.\n"
+        "Every writer that claimed it before is fenced: its next publish is refused. A trainer's plugin\n"
+        "claims by itself; this command is for launchers that create the run, and point a channel at it,\n"
+        "before replicas start.",
+    )  # fmt: skip
+    add_store(parser)
+    add_run(parser)
+    add_base(parser)
+    parser.add_argument(
+        "--channel", metavar="NAME", help="also point this channel (such as latest) at the run"
+    )
+
+
+def new_publisher(store: Store, run_id: str, command: str) -> Publisher:
+    """A publisher for this process."""
+    return Publisher(
+        store, run_id, files=PosixFiles(), clock=SystemClock(), rng=random.Random(),
+        nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread,
+        producer={"name": f"stitch {command}"},
+    )  # fmt: skip
+
+
+async def run(options: argparse.Namespace) -> int:
+    check_run_id(options.run_id)
+    state = await asyncio.to_thread(lambda: Checkpoint.open(options.base, PosixFiles()).state())
+    async with opened_store(options.store) as store:
+        publisher = new_publisher(store, options.run_id, "claim")
+        head = await publisher.claim(Boot(str(options.base), state))
+        if options.channel:
+            await point_channel(store, options.channel, options.run_id)
+        result = {
+            "run": options.run_id, "epoch": publisher.epoch, "head": head.number, "state": head.state,
+            "channel": options.channel,
+        }  # fmt: skip
+        emit(result, options.json, lambda: (
+            f"run {options.run_id} is claimed (epoch {publisher.epoch}); its head is version {head.number}"
+            + (f"; channel {options.channel} follows it" if options.channel else "")
+        ))  # fmt: skip
+    return 0
+
+
+async def point_channel(store: Store, name: str, run_id: str) -> None:
+    """Move a channel to a run's newest version. Raises Conflict when somebody else moves it too."""
+    try:
+        tag = (await store.load(channel_key(name))).tag
+        if (await ChainReader(store).channel(name)) == Channel(run_id):
+            return
+    except NotFound:
+        tag = None
+    await store.swap(channel_key(name), tag, Channel(run_id).encode())

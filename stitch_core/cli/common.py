@@ -1,0 +1,140 @@
+"""What the subcommands share: options, output, stores, scratch space."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..ports import Store
+from ..stores import open_store
+from ..stores.bounded import BoundedStore
+
+STORE_SECONDS = 60.0
+
+
+class UsageError(Exception):
+    """The command cannot do what was asked; the message says what to do instead."""
+
+
+Run = Callable[[argparse.Namespace], Awaitable[int]]
+Commands = Any  # argparse's subparsers action, which has no public name
+
+
+def add_command(
+    commands: Commands, name: str, run: Run, help: str, description: str
+) -> argparse.ArgumentParser:
+    """A subcommand with the options that all have."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return parser
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", required=True, metavar="URL", help="the store, such as file:/data/stitch")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", required=True, metavar="ID", dest="run_id", help="the run's id")
+
+
+def add_base(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base", required=True, type=absolute_path, metavar="DIR",
+        help="the Hugging Face checkpoint directory that is version 0 of the run",
+    )  # fmt: skip
+
+
+def absolute_path(text: str) -> Path:
+    """A path option, independent of the working directory from here on."""
+    return Path(os.path.abspath(text))
+
+
+@contextlib.asynccontextmanager
+async def opened_store(url: str) -> AsyncIterator[Store]:
+    """The store at ``url``, every call bounded in time."""
+    store = BoundedStore(open_store(url), STORE_SECONDS)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def scratch(directory: Path | None) -> Iterator[Path]:
+    """``directory``, or a temporary one that is removed in the end."""
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="stitch-") as name:
+        yield Path(name)
+
+
+def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
+    """One result: JSON on one line, or text for people."""
+    print(json.dumps(value) if as_json else text(), flush=True)
+
+
+def say(text: str) -> None:
+    """Progress and warnings, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns, aligned."""
+    lines = [list(header), *([("-" if cell is None else str(cell)) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 1.2 kB, 3.4 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def age_text(wall: float) -> str:
+    """How long ago a wall time was."""
+    seconds = max(0.0, time.time() - wall)
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f} {unit} ago"
+    return f"{seconds / 86400:.0f} d ago"
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def key_values(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """``KEY=VALUE`` options as a mapping. Raises UsageError."""
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {pair}: expected KEY=VALUE")
+        result[key] = value
+    return result

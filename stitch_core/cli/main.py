@@ -1,0 +1,62 @@
+"""Parses the command line, runs a subcommand, and turns known failures into one line and an exit code.
+
+Exit codes: 0 done, 1 it ran and the answer is no (a proof that fails, a replica that had to end), 2 it
+could not be done as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..checkpoint import CheckpointError
+from ..host_checkpoint import HostCheckpointError
+from ..ports import EngineError, StoreError
+from ..publisher import PublishError
+from ..replica.activation import CannotFollow, ReplicaFailed
+from ..versions import VersionError
+from .common import UsageError
+
+COMMANDS = ("replica", "gateway", "publish", "claim", "status", "versions", "prove")
+
+KNOWN_FAILURES = (
+    UsageError, CheckpointError, HostCheckpointError, StoreError, PublishError, VersionError, CannotFollow,
+    EngineError, ValueError, OSError,
+)  # fmt: skip
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="stitch",
+        description="The versioned control plane for disaggregated reinforcement learning: a trainer "
+        "publishes policy versions to a store, replicas follow it, and every response says which version "
+        "made it.",
+        epilog="Stores are URLs: file:/dir, s3://bucket/prefix, modal://volume/prefix. "
+        "'stitch COMMAND --help' explains a command.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"{__package__}.{name}").add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``stitch``; the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        code: int = asyncio.run(options.run(options))
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 141
+    except ReplicaFailed as failure:
+        print(f"stitch {options.command}: {failure}", file=sys.stderr)
+        return 1
+    except KNOWN_FAILURES as failure:
+        print(f"stitch {options.command}: {failure or type(failure).__name__}", file=sys.stderr)
+        return 2

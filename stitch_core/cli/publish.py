@@ -1,0 +1,146 @@
+"""``stitch publish``: make a checkpoint or delta directory the newest version of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from pathlib import Path
+
+from ..chain import ChainReader
+from ..checkpoint import Checkpoint
+from ..delta.directory import DeltaDirectory
+from ..delta.encoder import DeltaEncoder
+from ..delta.prove import prove_delta
+from ..dialects import INDEX_NAME, read_index
+from ..files import PosixFiles
+from ..host_checkpoint import HostCheckpoint
+from ..manifest import Manifest
+from ..ports import Store, SystemClock
+from ..publisher import Boot, Payload, Publisher
+from ..replica.staging import Stager
+from ..safetensors import Tensor
+from ..state import layout_difference
+from ..versions import check_run_id
+from .claim import new_publisher
+from .common import (
+    Commands,
+    UsageError,
+    absolute_path,
+    add_base,
+    add_command,
+    add_run,
+    add_store,
+    emit,
+    opened_store,
+    say,
+    scratch,
+    size_text,
+)
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "publish", run, "publish a checkpoint or a delta directory",
+        "Claim the run, upload DIR, read it back, and move the head to it.\n\n"
+        "DIR is a full Hugging Face checkpoint, or a delta directory as slime and Miles write it. A delta\n"
+        "is applied to a proven copy of the head first: it is refused when it does not fit. With --as-delta\n"
+        "a full checkpoint is encoded against the head, and only what changed is uploaded.\n\n"
+        "A trainer's plugin publishes by itself; this command is for scripts, repairs and tests.",
+    )  # fmt: skip
+    parser.add_argument("directory", type=absolute_path, metavar="DIR")
+    add_store(parser)
+    add_run(parser)
+    add_base(parser)
+    parser.add_argument("--as-delta", action="store_true", help="encode a full checkpoint against the head")
+    parser.add_argument("--step", type=int, metavar="N", help="the trainer's step, kept in the manifest")
+    parser.add_argument(
+        "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
+    )
+
+
+async def run(options: argparse.Namespace) -> int:
+    check_run_id(options.run_id)
+    directory, base = options.directory, options.base
+    if not directory.is_dir():
+        raise UsageError(f"{options.directory} is not a directory")
+    files = PosixFiles()
+    is_delta = _is_delta(directory, files)
+    if is_delta and options.as_delta:
+        raise UsageError(f"{options.directory} is a delta already: --as-delta is for full checkpoints")
+    boot = await asyncio.to_thread(Checkpoint.open, base, files)
+    async with opened_store(options.store) as store:
+        publisher = new_publisher(store, options.run_id, "publish")
+        head = await publisher.claim(Boot(str(options.base), await asyncio.to_thread(boot.state)))
+        with scratch(options.work) as work:
+            if is_delta or options.as_delta:
+                say(f"rebuilding version {head.number} to prove the base")
+                host = await rebuild(store, head, base, work / "host", files)
+                prepare = _given_delta if is_delta else _new_delta
+                payload = await asyncio.to_thread(prepare, directory, host, work, publisher, options.step)
+                host.close()
+            else:
+                payload = await asyncio.to_thread(_full, directory, boot, files, options.step)
+            say(f"publishing {len(payload.files)} files")
+            manifest = await publisher.publish(payload)
+    r = manifest.representation
+    result = {
+        "version": str(manifest.version), "number": manifest.number, "epoch": manifest.epoch, "kind": r.kind,
+        "bytes": r.bytes, "tensors": len(r.changed) if is_delta or options.as_delta else None,
+        "state": manifest.state, "digest": manifest.digest(),
+    }  # fmt: skip
+    emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
+    return 0
+
+
+async def rebuild(
+    store: Store, manifest: Manifest, base: Path, root: Path, files: PosixFiles
+) -> HostCheckpoint:
+    """A host checkpoint under ``root`` that holds ``manifest``, verified, from ``base`` and the store."""
+    host = HostCheckpoint(root, files)
+    stager = Stager(
+        store, ChainReader(store), host, base, files=files, clock=SystemClock(), rng=random.Random(),
+        run_blocking=asyncio.to_thread, activity=lambda _: None,
+    )  # fmt: skip
+    await stager.stage(manifest)
+    return host
+
+
+def _is_delta(directory: Path, files: PosixFiles) -> bool:
+    index = directory / INDEX_NAME
+    return files.exists(index) and read_index(files.read(index), str(index)).kind == "delta"
+
+
+def _full(directory: Path, boot: Checkpoint, files: PosixFiles, step: int | None) -> Payload:
+    checkpoint = Checkpoint.open(directory, files)
+    difference = layout_difference(boot.table(), checkpoint.table())
+    if difference is not None:
+        raise UsageError(f"{directory} does not have the layout of version 0: {difference}")
+    names = tuple(name for name in files.list(directory) if (directory / name).is_file() and name[0] != ".")
+    return Payload("full", checkpoint.state(), directory, names, step=step)
+
+
+def _new_delta(
+    directory: Path, host: HostCheckpoint, work: Path, publisher: Publisher, step: int | None
+) -> Payload:
+    encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(host.directory, host.files))
+    checkpoint = Checkpoint.open(directory, host.files)
+    tensors = {
+        name: Tensor(ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()
+    }
+    head = publisher.head.number
+    delta = encoder.encode(tensors, work / "delta", host.files, number=head + 1, base_number=head)
+    return Payload(
+        "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed, step
+    )
+
+
+def _given_delta(
+    directory: Path, host: HostCheckpoint, work: Path, publisher: Publisher, step: int | None
+) -> Payload:
+    delta = DeltaDirectory.open(directory, host.files)
+    changed, state = prove_delta(delta, Checkpoint.open(host.directory, host.files), host.table)
+    names = tuple(name for name in host.files.list(directory) if name[0] != ".")
+    return Payload(
+        "delta", state, directory, names, publisher.head.state, delta.index.encoding, changed, step
+    )

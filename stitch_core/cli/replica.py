@@ -1,0 +1,157 @@
+"""``stitch replica``: one versioned rollout replica."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import secrets
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from ..files import PosixFiles
+from ..head import DEFAULT_CHANNEL
+from ..host_checkpoint import HostCheckpoint
+from ..ports import SystemClock
+from ..replica.activation import ActivationSettings
+from ..replica.admission import Gate
+from ..replica.engines import OpenedEngine, open_engine
+from ..replica.middleware import StitchMiddleware
+from ..replica.reconciler import Follow, Reconciler
+from ..replica.server import listen, serve
+from ..replica.service import Announcer, live
+from ..versions import check_run_id
+from .common import (
+    Commands,
+    absolute_path,
+    add_base,
+    add_command,
+    add_store,
+    emit,
+    key_values,
+    opened_store,
+    say,
+    stop_on_signals,
+)
+
+TMPFS = Path("/dev/shm")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "replica", run, "serve a run's newest version, and follow it",
+        "Serve requests with an engine, and follow a run in the store: stage and verify each next version\n"
+        "while serving, activate it in a short pause, say in every response which version made it.\n\n"
+        "--engine embedded runs a small engine in this process, for tests and the local demo. --engine\n"
+        "http://127.0.0.1:30000 puts this replica as a sidecar in front of a stock SGLang server that was\n"
+        "started on the same --base checkpoint; clients then talk to the sidecar only.\n\n"
+        "An empty store is waited for; /ready says why. SIGTERM leaves rotation, lets requests end, exits.",
+    )  # fmt: skip
+    add_store(parser)
+    add_base(parser)
+    follow = parser.add_mutually_exclusive_group()
+    follow.add_argument("--run", metavar="ID", dest="run_id", help="follow this run")
+    follow.add_argument("--channel", metavar="NAME", help=f"follow this channel (default: {DEFAULT_CHANNEL})")
+    parser.add_argument(
+        "--engine", default="embedded", metavar="NAME|URL", help="embedded, or a server's URL"
+    )
+    parser.add_argument(
+        "--engine-opt", action="append", default=[], metavar="KEY=VALUE", help="an engine option; repeatable"
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=30100, help="port to listen on; 0 takes a free one (30100)"
+    )
+    parser.add_argument(
+        "--address", metavar="URL", help="how others reach this replica, if not by host and port"
+    )
+    parser.add_argument(
+        "--id", metavar="ID", help="this replica's name (default: host name and a random part)"
+    )
+    parser.add_argument(
+        "--host-dir", type=absolute_path, metavar="DIR",
+        help="where the host checkpoint lives; a tmpfs where it fits (default: a temporary directory)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-mode", choices=("in_place", "retract"), default="in_place",
+        help="at an activation keep the KV that running requests have computed, or compute it again",
+    )  # fmt: skip
+    parser.add_argument("--drain-all", action="store_true", help="let all requests end before an activation")
+    parser.add_argument(
+        "--poll", type=float, default=5.0, metavar="S", help="seconds between looks at the store (5)"
+    )
+    parser.add_argument(
+        "--pin-drain", type=float, default=60.0, metavar="S",
+        help="seconds that requests for an exact version may hold an activation up (60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain", type=float, default=60.0, metavar="S", help="seconds that requests get after SIGTERM (60)"
+    )  # fmt: skip
+
+
+async def run(options: argparse.Namespace) -> int:
+    replica_id = check_run_id(options.id or f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}")
+    follow = Follow(run=options.run_id and check_run_id(options.run_id)) if options.run_id else Follow(
+        channel=options.channel or DEFAULT_CHANNEL
+    )  # fmt: skip
+    stop = stop_on_signals()
+    temporary = None
+    listener = listen(options.host, options.port)
+    try:
+        url = options.address or f"http://{options.host}:{listener.getsockname()[1]}"
+        base = options.base
+        opened = await open_engine(options.engine, base, key_values(options.engine_opt, "--engine-opt"))
+        root = options.host_dir
+        if root is None:
+            root = temporary = scratch_root()
+            say(f"the host checkpoint is in {root} and ends with this process; keep one with --host-dir")
+        host = HostCheckpoint(root, PosixFiles())
+        try:
+            await _serve(options, replica_id, follow, base, url, listener, opened, host, stop)
+        finally:
+            host.close()
+            await opened.close()
+    finally:
+        listener.close()
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return 0
+
+
+def scratch_root() -> Path:
+    """A new directory, in RAM where the system has a tmpfs."""
+    return Path(tempfile.mkdtemp(prefix="stitch-", dir=TMPFS if TMPFS.is_dir() else None))
+
+
+async def _serve(
+    options: argparse.Namespace,
+    replica_id: str,
+    follow: Follow,
+    base: Path,
+    url: str,
+    listener: socket.socket,
+    opened: OpenedEngine,
+    host: HostCheckpoint,
+    stop: asyncio.Event,
+) -> None:
+    clock = SystemClock()
+    gate = Gate(clock)
+    async with opened_store(options.store) as store:
+        reconciler = Reconciler(
+            store, opened.engine, gate, host, follow, base, PosixFiles(), clock, random.Random(),
+            asyncio.to_thread, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
+            poll=options.poll,
+        )  # fmt: skip
+        gate.on_refused = reconciler.wake
+        app = StitchMiddleware(
+            opened.app, gate, status=lambda: {"id": replica_id, **reconciler.status()}, wake=reconciler.wake,
+            mismatch=reconciler.mismatch, abort=opened.engine.abort,
+        )  # fmt: skip
+        announcer = Announcer(store, reconciler, replica_id, url)
+        emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")
+        await live(
+            reconciler, announcer, stop, lambda end: serve(app, listener, end),
+            gate=gate, clock=clock, drain=options.drain,
+        )  # fmt: skip

@@ -1,0 +1,64 @@
+"""``stitch versions``: the versions of a run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+from ..chain import ChainReader, NoHead
+from ..manifest import Manifest
+from ..versions import check_run_id
+from .common import (
+    Commands,
+    UsageError,
+    add_command,
+    add_run,
+    add_store,
+    age_text,
+    emit,
+    opened_store,
+    size_text,
+    table,
+)  # fmt: skip
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "versions", run, "list the versions of a run, newest first",
+        "List the versions that hang on a run's head, newest first, each checked by its digest.",
+    )  # fmt: skip
+    add_store(parser)
+    add_run(parser)
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most N versions (20)")
+
+
+async def run(options: argparse.Namespace) -> int:
+    check_run_id(options.run_id)
+    async with opened_store(options.store) as store:
+        reader = ChainReader(store)
+        try:
+            head, _ = await reader.head(options.run_id)
+        except NoHead as error:
+            raise UsageError(str(error)) from None
+        newest = await reader.manifest(options.run_id, head)
+        lowest = max(0, newest.number - max(0, options.limit) * 2)
+        chain = await reader.back_to(newest, number=lowest, above_floor=False)
+        rows = [describe(manifest) for manifest in itertools.islice(chain, options.limit)]
+    emit(rows, options.json, lambda: table(
+        ("version", "kind", "files", "size", "tensors", "step", "epoch", "published", "state"),
+        [(r["version"], r["kind"], r["files"], size_text(r["bytes"]), r["tensors"], r["step"], r["epoch"],
+          age_text(r["time"]), r["state"][7:19]) for r in rows],
+    ))  # fmt: skip
+    return 0
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """One version, for people and scripts."""
+    r = manifest.representation
+    return {
+        "version": str(manifest.version), "number": manifest.number, "kind": r.kind, "encoding": r.encoding,
+        "files": len(r.files), "bytes": r.bytes, "tensors": len(r.changed) if r.kind == "delta" else None,
+        "step": manifest.step, "epoch": manifest.epoch, "time": manifest.time, "state": manifest.state,
+        "digest": manifest.digest(), "producer": dict(manifest.producer),
+    }  # fmt: skip

@@ -1,0 +1,198 @@
+"""The synchronous face of publishing, for trainer loops: encode here, publish behind the next step.
+
+The trainer's thread owns the encoder; a thread of this module's owns the event loop, the store and the
+claim. Between them go jobs, at most one running and one waiting, and futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .checkpoint import Checkpoint
+from .delta.encoder import DeltaEncoder, EncodedDelta
+from .files import PosixFiles
+from .manifest import Manifest
+from .ports import Store, SystemClock
+from .publisher import Boot, Payload, Publisher, PublishError
+from .safetensors import Tensor
+from .stores import open_store
+from .stores.bounded import BoundedStore
+
+T = TypeVar("T")
+OUTSTANDING = 2
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version that the head names, and what it took. ``seconds`` of publishing, encoding not included."""
+
+    manifest: Manifest
+    delta: EncodedDelta
+    seconds: float
+
+    @property
+    def number(self) -> int:
+        return self.manifest.number
+
+
+class PolicyPublisher:
+    """Publishes a trainer's policy as deltas from its boot checkpoint. Used by one thread.
+
+    A publish that fails fails the one that waits behind it, and the next ``publish`` encodes against the
+    version that the head last took, so nothing has to be repaired by hand.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        run: str,
+        boot: Path,
+        work: Path,
+        *,
+        producer: Mapping[str, Any],
+    ) -> None:
+        """See ``start``."""
+        self._files, self._clock, self._work = PosixFiles(), SystemClock(), work
+        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files))
+        self._pending: deque[Future[Published]] = deque()
+        self._broken = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stitch-publish", daemon=True)
+        self._thread.start()
+        try:
+            self._publisher = self._run(self._claim(open_store, run, str(boot), producer))
+        except BaseException:
+            self._end_thread()
+            raise
+        self._turn = self._run(_make_lock())
+
+    @classmethod
+    def start(
+        cls, store: str, run: str, boot: Path, work: Path, *, producer: Mapping[str, Any] | None = None
+    ) -> PolicyPublisher:
+        """Claim ``run`` in the store at URL ``store``.
+
+        ``boot`` is the HF checkpoint directory that is version 0, and from which the trainer starts;
+        ``work`` is scratch space for deltas. Raises PublishError (ClaimRefused when ``boot`` is not the
+        run's version 0, or the run has gone on from it), CheckpointError, StoreError.
+        """
+        return cls(lambda: open_store(store), run, boot, work, producer=producer or {})
+
+    @property
+    def head(self) -> int:
+        """The newest number that the head names, as far as this writer knows."""
+        return self._publisher.head.number
+
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, step: int | None = None, timeout: float = 600.0
+    ) -> Future[Published]:
+        """Encode ``tensors`` now and publish them in the background.
+
+        They are the whole policy in the boot checkpoint's layout. While two publishes are outstanding it
+        waits, TimeoutError after ``timeout`` seconds. The future raises PublishError. Raises DeltaError
+        when the layout differs, and PublishError when the claim is lost.
+        """
+        while len(self._pending) >= OUTSTANDING:
+            with contextlib.suppress(PublishError):
+                self._pending[0].result(timeout)
+            self._settle()
+        self._settle()
+        number = self._run(self._reserve())
+        directory = self._work / f"delta-{number:06d}"
+        self._files.remove_tree(directory)
+        self._files.make_dirs(directory)
+        delta = self._encoder.encode(tensors, directory, self._files, number=number, base_number=self.head)
+        future = asyncio.run_coroutine_threadsafe(self._publish(delta, directory, number, step), self._loop)
+        self._pending.append(future)
+        return future
+
+    def flush(self, timeout: float = 600.0) -> None:
+        """Wait until nothing is outstanding. Raises the PublishError of a publish that failed."""
+        try:
+            for future in list(self._pending):
+                future.result(timeout)
+        finally:
+            self._settle()
+
+    def close(self, timeout: float = 600.0) -> None:
+        """Wait for what is outstanding, then end the thread. Raises as ``flush`` does."""
+        try:
+            self.flush(timeout)
+        finally:
+            self._end_thread()
+
+    def _settle(self) -> None:
+        """Tell the encoder how finished publishes ended, in their order."""
+        while self._pending and self._pending[0].done():
+            if self._pending[0].exception() is None:
+                self._pending.popleft()
+                self._encoder.commit()
+                continue
+            # What was queued behind the failure was encoded on top of it and fails with it.
+            for future in self._pending:
+                future.exception()
+            self._pending.clear()
+            self._encoder.undo()
+            self._broken.clear()
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # ------------------------------------------------------------------- on the publishing thread's loop
+
+    async def _claim(
+        self, open_store: Callable[[], Store], run: str, source: str, producer: Mapping[str, Any]
+    ) -> Publisher:
+        publisher = Publisher(
+            BoundedStore(open_store(), 60.0), run, files=self._files, clock=self._clock,
+            rng=random.Random(), nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread,
+            producer=producer,
+        )  # fmt: skip
+        head = await publisher.claim(Boot(source, self._encoder.state))
+        if head.state != self._encoder.state:
+            raise PublishError(
+                f"run {run} is at version {head.number}, whose weights are not those of {source}: resume "
+                "from a checkpoint of that version, or start a new run"
+            )
+        return publisher
+
+    async def _reserve(self) -> int:
+        return self._publisher.reserve()
+
+    async def _publish(
+        self, delta: EncodedDelta, directory: Path, number: int, step: int | None
+    ) -> Published:
+        payload = Payload(
+            "delta", delta.state, directory, delta.files, delta.base, delta.encoding, delta.changed, step
+        )
+        async with self._turn:
+            if self._broken.is_set():
+                raise PublishError(f"version {number} was not published: the publish before it failed")
+            began = self._clock.monotonic()
+            try:
+                manifest = await self._publisher.publish(payload, number)
+            except BaseException:
+                self._broken.set()
+                raise
+            finally:
+                await asyncio.to_thread(self._files.remove_tree, directory)
+            return Published(manifest, delta, self._clock.monotonic() - began)
+
+
+async def _make_lock() -> asyncio.Lock:
+    return asyncio.Lock()

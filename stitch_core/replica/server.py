@@ -1,0 +1,51 @@
+"""An ASGI app on a socket, with uvicorn. uvicorn comes with the engine's image or the extra ``[cli]``."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+from .asgi import App
+
+BACKLOG = 2048
+
+
+class PortInUse(OSError):
+    """Another process listens on the port."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises PortInUse, OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+    )[0]
+    # uvicorn sets TCP_NODELAY only on connections of a listener whose protocol is named.
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(errno.EADDRINUSE, f"port {port} on {host} is in use by another process") from None
+        raise
+    return listener
+
+
+async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace: float = 5.0) -> None:
+    """Serve until ``end`` is set, then give open connections ``grace`` seconds. Signals are the caller's."""
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    config.timeout_graceful_shutdown = max(1, round(grace))
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server._serve([listener]))
+    ending = asyncio.ensure_future(end.wait())
+    try:
+        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+        server.should_exit = True
+        await serving
