@@ -1,4 +1,4 @@
-"""The verified, crash-safe local copy of one replica: an HF checkpoint directory that moves from version to version.
+"""The verified, crash-safe local copy of one replica: a checkpoint directory that moves with the versions.
 
     <root>/marker.json       which version the data is, or "from A to B" while it is being changed
     <root>/data-<nonce>/     the checkpoint: shards, index, config, tokenizer
@@ -18,15 +18,14 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
 from .dialects import INDEX_NAME
 from .host_data import copy_files, open_with_index, side_files
-from .host_marker import Holding, Marker
+from .host_marker import Holding, Interrupted, Marker
 from .journal import Journal, Write
 from .lineage import Plan
 from .manifest import Manifest
@@ -42,22 +41,6 @@ _LINK = re.compile(r"weight_v[0-9]{6,}\Z")
 
 class HostCheckpointError(Exception):
     """The copy cannot do what was asked, for a reason that lies on this host."""
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """An apply that did not end: some tensors are the base's, the others the target's."""
-
-    base: Holding
-    target: Holding
-
-    @property
-    def base_state(self) -> str:
-        return self.base.state
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan may go on from here: one with a full always, deltas only from the same base."""
-        return plan.full is not None or (plan.base == self.base.state and bool(plan.deltas))
 
 
 class HostCheckpoint:
@@ -125,7 +108,7 @@ class HostCheckpoint:
         return self.root / "fetch" / manifest_digest.replace(":", "-")
 
     def forget_fetched(self, keep: Collection[str] = ()) -> None:
-        """Remove downloads, except those of the manifests in ``keep``. Not while ``interrupted`` needs them."""
+        """Remove downloads, except those of the manifests in ``keep``; ``interrupted`` needs its plan's."""
         fetch = self.root / "fetch"
         kept = {self.fetch_directory(digest).name for digest in keep}
         for name in self.files.list(fetch) if self.files.exists(fetch) else ():
@@ -163,18 +146,19 @@ class HostCheckpoint:
                 self._journal.redo(marker.tag, data)
             self._checkpoint = Checkpoint.open(data, self.files)
             table = self._checkpoint.table()
-        except (CheckpointError, FileNotFoundError) as error:
-            return self._hold_none(f"its data is damaged: {error}")
+        except (ValueError, FileNotFoundError) as error:  # ValueError also from writing past a file's end
+            self._hold_none(f"its data is damaged: {error}")
+            return
         state = state_digest(table)
         for holding in filter(None, (marker.target, marker.held)):
             if state == holding.state:
-                return self._hold(self._checkpoint, table, holding)
+                self._hold(self._checkpoint, table, holding)
+                return
         if marker.target is None:
-            return self._hold_none(
-                f"its data is not {marker.held.version}: the state is {state}, not {marker.held.state}"
-            )
-        self._interrupt(marker)
-        self.table = table
+            self._hold_none(f"its data is not {marker.held.version}: state {state}, not {marker.held.state}")
+        else:
+            self._interrupt(marker)
+            self.table = table
 
     def _read_marker(self) -> Marker | None:
         path = self.root / "marker.json"

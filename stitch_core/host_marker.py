@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .lineage import Plan
 from .manifest import Manifest, canonical_json
 from .safetensors import CheckpointError, load_json_object
 from .versions import PolicyVersion, VersionError
@@ -37,6 +38,22 @@ class Holding:
     def from_json(cls, value: Any) -> Holding:
         version = PolicyVersion(value["run"], value["number"])
         return cls(version, _text(value["manifest"]), _text(value["state"]))
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """An apply that did not end: some tensors are the base's, the others the target's."""
+
+    base: Holding
+    target: Holding
+
+    @property
+    def base_state(self) -> str:
+        return self.base.state
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan may go on from here: one with a full always, deltas only from the same base."""
+        return plan.full is not None or (plan.base == self.base.state and bool(plan.deltas))
 
 
 @dataclass(frozen=True)

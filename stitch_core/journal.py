@@ -4,8 +4,8 @@ One record at a time. It is durable before the files it names are touched, and t
 next record replaces it; so after a crash at any point, writing the record again (any number of times) leaves
 each of its ranges whole.
 
-Format: ``STJRNL1\\n``, u64 LE length of a JSON object {"tag", "ranges": [[file, offset, bytes], ...]}, 16 bytes
-xxh3-128 of the object and the body, the object, the body: the ranges' bytes one after another.
+Format: ``STJRNL1\\n``, u64 LE length of a JSON object, 16 bytes xxh3-128 of object and body, the object
+{"tag", "ranges": [[file, offset, bytes], ...]}, the body: the ranges' bytes one after another.
 """
 
 from __future__ import annotations

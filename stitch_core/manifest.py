@@ -21,7 +21,7 @@ HISTORY_ROWS = 64
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}\Z")
 _XXH3 = re.compile(r"[0-9a-f]{32}\Z")
 _FILE_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}\Z")
-MANIFEST_KEY = re.compile(r"manifests/(\d{6,})\.e(\d{4,})\.json\Z")
+_MANIFEST_KEY = re.compile(r"manifests/([0-9]{6,18})\.e([0-9]{4,18})\.json\Z")
 
 
 class FormatError(ValueError):
@@ -35,7 +35,8 @@ def bytes_digest(data: bytes) -> str:
 
 def canonical_json(value: Any) -> bytes:
     """The one byte form of a JSON document: sorted keys, no blanks, UTF-8, one newline at the end."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------------------ keys
@@ -48,6 +49,13 @@ def run_prefix(run: str) -> str:
 def manifest_key(number: int, epoch: int) -> str:
     """Key of a manifest, relative to its run."""
     return f"manifests/{number:06d}.e{epoch:04d}.json"
+
+
+def read_manifest_key(key: Any) -> tuple[int, int] | None:
+    """(number, epoch) of a manifest's key; None for anything else."""
+    match = _MANIFEST_KEY.match(key) if isinstance(key, str) else None
+    found = (int(match[1]), int(match[2])) if match else None
+    return found if found and manifest_key(*found) == key else None
 
 
 def payload_prefix(number: int, epoch: int) -> str:
@@ -76,8 +84,8 @@ class Row:
         if not isinstance(value, list) or len(value) != 5:
             raise FormatError(f"{where}: expected [number, key, digest, state, bytes], got {value!r}")
         number, key, digest, state, size = value
-        match = MANIFEST_KEY.match(key) if isinstance(key, str) else None
-        if not match or read_count(number, where) != int(match[1]):
+        found = read_manifest_key(key)
+        if found is None or read_count(number, where) != found[0]:
             raise FormatError(f"{where}: {key!r} is not the key of a manifest of version {number}")
         return cls(
             number, key, read_sha256(digest, where), read_sha256(state, where), read_count(size, where)
@@ -205,10 +213,12 @@ class Manifest:
             None if value.get(k) is None else Row.from_json(value[k], f"{where}: {k}")
             for k in ("boot", "floor")
         )
-        if (boot is None) != (number == 0):
+        if (boot is None) != (number == 0) or (boot and boot.number != 0):
             raise FormatError(f"{where}: boot must name version 0, and is null in version 0 alone")
         if (floor is None) != (representation.kind != "delta"):
             raise FormatError(f"{where}: a delta names its floor, a full and version 0 have none")
+        if floor and floor.number >= number:
+            raise FormatError(f"{where}: floor {floor.number} is not below version {number}")
         step, time = value.get("step"), value.get("time")
         if step is not None:
             read_count(step, f"{where}: step")
@@ -218,9 +228,12 @@ class Manifest:
         if not isinstance(producer, dict) or not isinstance(metadata, dict):
             raise FormatError(f"{where}: producer and metadata must be objects")
         state = read_sha256(value.get("state"), f"{where}: state")
-        return cls(
+        manifest = cls(
             run, number, epoch, state, representation, rows, boot, floor, step, time, producer, metadata
         )
+        if manifest.encode() != data:
+            raise FormatError(f"{where}: has fields that {MANIFEST_FORMAT} does not have")
+        return manifest
 
 
 def extend_history(parent: Manifest) -> tuple[Row, ...]:
@@ -232,13 +245,17 @@ def extend_history(parent: Manifest) -> tuple[Row, ...]:
 
 
 def read_document(data: bytes, format: str, where: str) -> dict[str, Any]:
+    """Parse a document of one format. Only its canonical bytes are taken, so a digest names one document."""
     try:
         value = json.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        canonical = canonical_json(value)
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: not JSON ({error})") from None
     if not isinstance(value, dict) or value.get("format") != format:
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise FormatError(f"{where}: expected format {format!r}, found {found!r}")
+    if canonical != data:
+        raise FormatError(f"{where}: not in canonical form: cut short, or written by something else")
     return value
 
 

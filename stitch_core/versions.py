@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RUN_ID = re.compile(r"(?![.-])[A-Za-z0-9._-]{1,128}\Z")
-_VERSION = re.compile(r"(?P<run>[^/]+)/weight_v(?P<number>\d{6,})\Z")
+_VERSION = re.compile(r"(?P<run>[^/]+)/weight_v(?P<number>[0-9]{6,18})\Z")
 
 HEADER_MIN = "x-stitch-min-version"
 HEADER_EXACT = "x-stitch-exact-version"
