@@ -1,0 +1,270 @@
+"""The ASGI middleware in front of an engine: admission, the report, and only the routes that are safe.
+
+``docs/http.md`` is its contract. The engine app speaks the SGLang subset and labels tokens with the text
+of ``PolicyVersion``; it may be an engine's own server or the sidecar's proxy.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..versions import (
+    HEADER_EXACT,
+    HEADER_MIN,
+    HEADER_RUN,
+    Refusal,
+    VersionConstraint,
+    VersionError,
+    malformed,
+)
+from .admission import Gate, Ticket
+from .answer import Answer
+from .asgi import (
+    App,
+    Disconnected,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    call_for_json,
+    clean_path,
+    encode_json,
+    header_map,
+    json_object,
+    read_body,
+    send_json,
+    send_refusal,
+    without,
+)
+from .exchange import Exchange
+from .report import Checker
+from .routes import Kind, classify
+from .stamp import GenerateStamper, OpenAIStamper, Stamper
+
+# Ends an id that a client chose. Engines abort by prefix: without an end, "req-1" would take "req-10" along.
+ID_END = "~"
+
+# Not passed on: what no longer fits the changed body, what is meant for us, what would compress the answer.
+_DROPPED = (
+    "accept-encoding", "content-encoding", "content-length", "transfer-encoding", "expect",
+    HEADER_MIN, HEADER_EXACT, HEADER_RUN,
+)  # fmt: skip
+
+
+class StitchMiddleware:
+    """Wraps an engine's ASGI app, on one event loop of any ASGI 3 server."""
+
+    def __init__(
+        self,
+        app: App,
+        gate: Gate,
+        *,
+        status: Callable[[], dict[str, Any]],
+        wake: Callable[[], None],
+        mismatch: Callable[[str], None],
+        abort: Callable[[str], Awaitable[None]],
+        max_body: int = 64 << 20,
+        grace: float = 2.0,
+        kv_across: str = "mixed",
+        cache_key: bool = False,
+    ) -> None:
+        """``status``, ``wake`` and ``mismatch`` are the reconciler's, ``abort`` the engine's.
+
+        ``max_body``: bytes of a request body. ``grace``: seconds that the engine app gets at each step to
+        end a request. ``kv_across``: what "kv" says where the engine does not. ``cache_key``: give each
+        request an ``extra_key`` of its version, for an engine whose prefix cache outlives an activation.
+        """
+        self._app = app
+        self._gate = gate
+        self._status = status
+        self._wake = wake
+        self._mismatch = mismatch
+        self._abort = abort
+        self._max_body = max_body
+        self._grace = grace
+        self._kv_across = kv_across
+        self._cache_key = cache_key
+        self._live: dict[str, str] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": "websockets are not served"})
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = clean_path(scope["path"])
+        allowed, kind = classify(path)
+        method = scope["method"]
+        if kind in (Kind.BLOCKED, Kind.UNKNOWN):
+            await send_refusal(send, _no_route(path, kind))
+            return
+        methods = {"GET": "GET, HEAD, OPTIONS"}.get(allowed, f"{allowed}, OPTIONS")
+        if method == "OPTIONS":
+            await send(
+                {"type": "http.response.start", "status": 204, "headers": [(b"allow", methods.encode())]}
+            )
+            await send({"type": "http.response.body", "body": b""})
+            return
+        if method != allowed and (method, allowed) != ("HEAD", "GET"):
+            refusal = Refusal(405, "MethodNotAllowed", f"{path} takes {methods}, not {method}", "never")
+            await send_json(send, 405, refusal.body(), {"allow": methods})
+            return
+        # The app routes by exactly the path that was judged here.
+        scope = {**scope, "path": path, "raw_path": path.encode(), "extensions": {}}
+        await self._dispatch(kind, scope, receive, send)
+
+    async def _dispatch(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        head = scope["method"] == "HEAD"
+        try:
+            if kind in (Kind.GENERATE, Kind.OPENAI):
+                await self._generate(kind, scope, receive, send)
+            elif kind is Kind.ABORT:
+                await self._pass_abort(scope, receive, send)
+            elif kind is Kind.INFO:
+                await self._info(scope, send, head)
+            elif kind is Kind.HEALTH:
+                failed = self._gate.failed
+                answer = {"status": "ok"} if failed is None else {"status": "failed", "reason": failed}
+                await send_json(send, 200 if failed is None else 503, answer, head=head)
+            elif kind is Kind.READY:
+                await send_json(send, 200 if self._gate.ready else 503, self._status(), head=head)
+            elif kind is Kind.WAKE:
+                self._wake()
+                await send_json(send, 202, {"status": "accepted"})
+            else:
+                await self._app(scope, receive, send)
+        except Refused as error:
+            await send_refusal(send, error.refusal)
+        except Disconnected:
+            return
+
+    # -------------------------------------------------------------------------------------- generation
+
+    async def _generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = header_map(scope["headers"])
+        body = json_object(await read_body(receive, headers, self._max_body))
+        try:
+            constraint = VersionConstraint.parse(body.pop("weight_version", None), headers)
+        except VersionError as error:
+            raise Refused(malformed(str(error))) from None
+        ids = _take_ids(body)
+        ticket = await self._gate.admit(constraint, next(iter(ids)))
+        if isinstance(ticket, Refusal):
+            await send_refusal(send, ticket)
+            return
+        if self._cache_key:
+            _add_cache_key(body, str(ticket.admitted))
+        self._live.update({own: engine for engine, own in ids.items()})
+        try:
+            await self._exchange(kind, scope, receive, send, ticket, ids, encode_json(body))
+        finally:
+            self._gate.release(ticket)
+            for own in ids.values():
+                self._live.pop(own, None)
+
+    async def _exchange(
+        self,
+        kind: Kind,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        ticket: Ticket,
+        ids: dict[str, str],
+        body: bytes,
+    ) -> None:
+        make = GenerateStamper if kind is Kind.GENERATE else OpenAIStamper
+        stamper: Stamper = make(
+            Checker(ticket.admitted, ticket.constraint, self._kv_across),
+            lambda: self._gate.serving or ticket.admitted,
+            lambda given: _own_id(ids, given),
+        )
+        answer = Answer(
+            send, ticket, stamper, release=lambda: self._gate.release(ticket), mismatch=self._mismatch
+        )
+        exchange = Exchange(
+            self._app, ticket, answer, receive=receive, body=body, request_ids=list(ids), abort=self._abort,
+            grace=self._grace,
+        )  # fmt: skip
+        await exchange.run(_with_body(scope, body))
+
+    async def _pass_abort(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = json_object(await read_body(receive, header_map(scope["headers"]), self._max_body))
+        rid = body.get("rid")
+        if body.get("abort_all") or not isinstance(rid, str) or not rid:
+            message = "abort_request needs the rid of one request: abort_all would reach everybody's"
+            raise Refused(Refusal(403, "RouteBlocked", message, "never"))
+        data = encode_json({**body, "rid": self._live.get(rid, rid)})
+        replayed = iter([{"type": "http.request", "body": data, "more_body": False}])
+
+        async def replay() -> Any:
+            return next(replayed, None) or await receive()
+
+        await self._app(_with_body(scope, data), replay, send)
+
+    async def _info(self, scope: Scope, send: Send, head: bool) -> None:
+        headers = without(scope["headers"], _DROPPED)
+        asked = {**scope, "method": "GET", "headers": headers}
+        try:
+            code, fields = await call_for_json(self._app, asked)
+        except Exception as error:  # a broken engine must not hide what we know of it
+            code, fields = 500, {"error": repr(error)}
+        if code != 200 or not isinstance(fields, dict):
+            fields = {"engine_error": {"status": code, "body": fields}}
+        status = self._status()
+        serving = self._gate.serving
+        ours = {
+            "run": serving.run if serving else None,
+            "weight_version": str(serving.number) if serving else None,
+            "ready": self._gate.ready,
+            "active_requests": self._gate.active,
+            "stitch": status,
+        }
+        await send_json(send, 200, {**fields, **ours}, head=head)
+
+
+def _no_route(path: str, kind: Kind) -> Refusal:
+    if kind is Kind.BLOCKED:
+        message = f"{path} would bypass the gate: weights and generation are Stitch's to control here"
+        return Refusal(403, "RouteBlocked", message, "never")
+    return Refusal(404, "RouteUnknown", f"{path} is not served; docs/http.md lists what is", "never")
+
+
+def _take_ids(body: dict[str, Any]) -> dict[str, str]:
+    """Give the request an id if it has none. Engine's id -> client's id, for each id in the request."""
+    given = body.get("rid")
+    if given is None:
+        body["rid"] = uuid.uuid4().hex
+        return {body["rid"]: body["rid"]}
+    ids = given if isinstance(given, list) else [given]
+    if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
+        raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
+    body["rid"] = [own + ID_END for own in ids] if isinstance(given, list) else given + ID_END
+    return {own + ID_END: own for own in ids}
+
+
+def _own_id(ids: dict[str, str], given: str) -> str:
+    """The client's id for an engine's; copies of a request have its id with something behind it."""
+    for engine, own in ids.items():
+        if given.startswith(engine):
+            return own + given[len(engine) :]
+    return given
+
+
+def _add_cache_key(body: dict[str, Any], version: str) -> None:
+    given = body.get("extra_key")
+    if isinstance(given, list):
+        body["extra_key"] = [f"{version};{key}" for key in given]
+    else:
+        body["extra_key"] = f"{version};{given or ''}"
+
+
+def _with_body(scope: Scope, body: bytes) -> Scope:
+    headers = without(scope["headers"], _DROPPED)
+    headers.append((b"content-length", str(len(body)).encode()))
+    return {**scope, "headers": headers}
