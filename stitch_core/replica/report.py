@@ -139,7 +139,8 @@ class Checker:
 def per_choice(metadata: Mapping[str, Any], choices: int) -> list[dict[str, Any]]:
     """The version fields of each choice; ``metadata`` has lists of them where there are several choices."""
     fields = {name: metadata[name] for name in FIELDS if metadata.get(name) is not None}
-    if choices == 1:
+    nested = fields.get("weight_versions", [])[:1]
+    if choices == 1 and not (nested and isinstance(nested[0], list)):
         return [fields]
     for name in ("weight_versions", "kv_versions", "kv_passes"):
         value = fields.get(name, [[]] * choices)

@@ -102,7 +102,7 @@ class GenerateStamper(_Base):
 class OpenAIStamper(_Base):
     """OpenAI routes: the report lies in ``metadata``, its bounds at the top level too.
 
-    In a stream it comes with each choice's ``finish_reason``, or for all choices in a later chunk.
+    In a stream it comes with each choice's ``finish_reason``, or for all with the last one's or later.
     """
 
     def body(self, value: Any) -> Any:
@@ -121,15 +121,14 @@ class OpenAIStamper(_Base):
         self._seen |= {choice.get("index", 0) for choice in choices}
         finished = [choice.get("index", 0) for choice in choices if choice.get("finish_reason") is not None]
         metadata = value.get("metadata")
-        reports_versions = isinstance(metadata, dict) and metadata.get("weight_versions") is not None
-        if not reports_versions or (choices and not finished):
+        spans = metadata.get("weight_versions") if isinstance(metadata, dict) else None
+        if not isinstance(spans, list) or (choices and not finished):
             strip(metadata)
-        elif finished:
-            self._stamp(value, self._all_choices(metadata, len(finished), None))
-            self._reported |= set(finished)
-        else:
-            self._stamp(value, self._all_choices(metadata, max(1, len(self._seen)), None))
-            self._reported |= self._seen or {0}
+            return value
+        listed_by_choice = bool(spans) and isinstance(spans[0], list)
+        covered = self._seen if listed_by_choice or not finished else set(finished)
+        self._stamp(value, self._all_choices(metadata, max(1, len(covered)), None))
+        self._reported |= covered or {0}
         return value
 
     def _all_choices(self, metadata: Any, choices: int, tokens: Any) -> Json:

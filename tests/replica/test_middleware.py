@@ -538,16 +538,37 @@ async def test_every_choice_of_a_stream_is_reported(replica: Replica) -> None:
     assert call.events()[-1] == "[DONE]"
 
 
-async def test_openai_stream_may_report_in_a_chunk_of_its_own(replica: Replica) -> None:
-    choices = [{"index": i, "text": "x", "finish_reason": "stop"} for i in range(2)]
-    metadata = {"weight_version": label(8), "weight_versions": [[span(7, 0, 1)], [span(8, 0, 1)]]}
-    replica.engine.pieces = [
-        sse(*({"choices": [choice]} for choice in choices)),
-        sse({"choices": [], "metadata": metadata}, b"[DONE]"),
-    ]
+def ends(index: int, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": index, "text": "x", "finish_reason": "stop"}], **more}
+
+
+ONE = {"weight_version": label(8), "weight_versions": [span(7, 0, 1), span(8, 1, 2)]}
+BOTH = {"weight_version": label(8), "weight_versions": [[span(7, 0, 1)], [span(8, 0, 1)]]}
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [ends(0), ends(1), {"choices": [], "metadata": BOTH}],
+        [ends(0), ends(1, metadata=BOTH)],
+        [ends(0, metadata=ONE), ends(1, metadata=ONE)],
+        [ends(0), {"choices": [], "metadata": ONE}],
+        [ends(0, metadata={**BOTH, "weight_versions": [ONE["weight_versions"]]})],
+    ],
+)
+async def test_openai_stream_may_report_in_several_places(replica: Replica, chunks: list[Any]) -> None:
+    replica.engine.pieces = [sse(*chunks, b"[DONE]")]
     call = await replica.client.post("/v1/completions", {"prompt": "x", "stream": True})
-    final = call.events()[-2]
+    *_, final, done = call.events()
+    assert done == "[DONE]"
     assert (final["weight_version_start"], final["weight_version_end"]) == (7, 8)
+    assert final["metadata"]["weight_version"] == "7"
+
+
+async def test_openai_stream_must_report_each_choice(replica: Replica) -> None:
+    replica.engine.pieces = [sse(ends(0), ends(1, metadata=ONE), b"[DONE]")]
+    call = await replica.client.post("/v1/completions", {"prompt": "x", "stream": True})
+    assert call.events()[-1]["error"]["type"] == "VersionUnreported"
 
 
 # ----------------------------------------------------------------------------------------------- routes
