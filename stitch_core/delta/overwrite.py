@@ -20,8 +20,7 @@ MAX_BYTES = 1 << 32
 def encode(old: Buffer, new: Buffer) -> bytes:
     """The frame that turns ``old`` into ``new``, of equal length."""
     before, after = as_bytes(old), as_bytes(new)
-    if after.size > MAX_BYTES:
-        raise DeltaError(f"overwrite cannot express a tensor of {after.size} bytes: use xor")
+    check_size(after.size)
     positions = np.flatnonzero(before != after)
     parts = struct.pack("<I", positions.size), positions.astype("<u4").tobytes(), after[positions].tobytes()
     return wire.compress(b"".join(parts))
@@ -42,3 +41,9 @@ def apply(data: ByteArray, frame: Buffer) -> None:
     if count and (int(positions[-1]) >= data.size or not (positions[1:] > positions[:-1]).all()):
         raise DeltaError(f"overwrite positions are not ascending within a tensor of {data.size} bytes")
     data[positions] = values
+
+
+def check_size(size: int) -> None:
+    """DeltaError for a tensor of more bytes than positions can name."""
+    if size > MAX_BYTES:
+        raise DeltaError(f"overwrite cannot express a tensor of {size} bytes: use xor")
