@@ -17,6 +17,7 @@ HEADER_MIN = "x-stitch-min-version"
 HEADER_EXACT = "x-stitch-exact-version"
 HEADER_RUN = "x-stitch-run"
 HEADER_ADMITTED = "x-stitch-admitted-version"
+HEADER_REPLICA = "x-stitch-replica"
 
 
 class VersionError(ValueError):

@@ -147,7 +147,7 @@ async def _serve(
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(
             opened.app, gate, status=lambda: {"id": replica_id, **reconciler.status()}, wake=reconciler.wake,
-            mismatch=reconciler.mismatch, abort=opened.engine.abort,
+            mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
         )  # fmt: skip
         announcer = Announcer(store, reconciler, replica_id, url)
         emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")

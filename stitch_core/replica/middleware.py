@@ -13,6 +13,7 @@ from typing import Any
 from ..versions import (
     HEADER_EXACT,
     HEADER_MIN,
+    HEADER_REPLICA,
     HEADER_RUN,
     Refusal,
     VersionConstraint,
@@ -24,6 +25,7 @@ from .answer import Answer
 from .asgi import (
     App,
     Disconnected,
+    Message,
     Receive,
     Refused,
     Scope,
@@ -69,12 +71,14 @@ class StitchMiddleware:
         grace: float = 2.0,
         kv_across: str = "mixed",
         cache_key: bool = False,
+        replica: str | None = None,
     ) -> None:
         """``status``, ``wake`` and ``mismatch`` are the reconciler's, ``abort`` the engine's.
 
         ``max_body``: bytes of a request body. ``grace``: seconds that the engine app gets at each step to
         end a request. ``kv_across``: what "kv" says where the engine does not. ``cache_key``: give each
         request an ``extra_key`` of its version, for an engine whose prefix cache outlives an activation.
+        ``replica``: the name that every answer carries in ``X-Stitch-Replica``.
         """
         self._app = app
         self._gate = gate
@@ -86,6 +90,7 @@ class StitchMiddleware:
         self._grace = grace
         self._kv_across = kv_across
         self._cache_key = cache_key
+        self._name = [] if replica is None else [(HEADER_REPLICA.encode(), replica.encode())]
         self._live: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +100,15 @@ class StitchMiddleware:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": "websockets are not served"})
         elif scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await self._http(scope, receive, self._named(send))
+
+    def _named(self, send: Send) -> Send:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *self._name]}
+            await send(message)
+
+        return named
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = clean_path(scope["path"])
@@ -130,10 +143,11 @@ class StitchMiddleware:
                 await self._info(scope, send, head)
             elif kind is Kind.HEALTH:
                 failed = self._gate.failed
-                answer = {"status": "ok"} if failed is None else {"status": "failed", "reason": failed}
+                answer: dict[str, Any] = {"status": "ok" if failed is None else "failed", "reason": failed}
                 await send_json(send, 200 if failed is None else 503, answer, head=head)
             elif kind is Kind.READY:
-                await send_json(send, 200 if self._gate.ready else 503, self._status(), head=head)
+                answer = {**self._status(), **self._summary()}
+                await send_json(send, 200 if self._gate.ready else 503, answer, head=head)
             elif kind is Kind.WAKE:
                 self._wake()
                 await send_json(send, 202, {"status": "accepted"})
@@ -216,16 +230,18 @@ class StitchMiddleware:
             code, fields = 500, {"error": repr(error)}
         if code != 200 or not isinstance(fields, dict):
             fields = {"engine_error": {"status": code, "body": fields}}
-        status = self._status()
+        ours = {**self._summary(), "stitch": self._status()}
+        await send_json(send, 200, {**fields, **ours}, head=head)
+
+    def _summary(self) -> dict[str, Any]:
+        """What routers and scripts read first."""
         serving = self._gate.serving
-        ours = {
+        return {
+            "ready": self._gate.ready,
             "run": serving.run if serving else None,
             "weight_version": str(serving.number) if serving else None,
-            "ready": self._gate.ready,
             "active_requests": self._gate.active,
-            "stitch": status,
         }
-        await send_json(send, 200, {**fields, **ours}, head=head)
 
 
 def _no_route(path: str, kind: Kind) -> Refusal:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..chain import ChainReader
+from ..chain import ChainReader, NoHead
 from ..head import Channel
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
@@ -162,6 +162,9 @@ class Reconciler:
             except ReplicaFailed as failure:
                 self.gate.fail(str(failure))
                 raise
+            except (NoHead, CannotFollow) as waiting:
+                self._note(waiting)
+                moved, failures = False, 0
             except Exception as error:  # whatever it is, the replica goes on serving and tries again
                 self._note(error)
                 moved, failures = False, failures + 1
