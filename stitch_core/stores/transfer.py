@@ -68,12 +68,12 @@ async def download(
         report(size)
         return
     digest, offset = hashlib.sha256(), 0
-    async with contextlib.aclosing(_chunks(store, key, size, chunk, policy, rng)) as chunks:
-        async for data in chunks:
-            await _settled(run_blocking(_append, files, part, offset, data, digest))
-            offset += len(data)
-            report(len(data))
     try:
+        async with contextlib.aclosing(_chunks(store, key, size, chunk, policy, rng)) as chunks:
+            async for data in chunks:
+                await _settled(run_blocking(_append, files, part, offset, data, digest))
+                offset += len(data)
+                report(len(data))
         _compare(key, sha256, digest)
     except DigestMismatch:
         await _settled(run_blocking(files.remove, part))
@@ -212,7 +212,7 @@ def file_digest(files: Files, path: Path, size: int, chunk: int = CHUNK) -> str:
     """``sha256:<hex>`` of a file's first ``size`` bytes, read in ``chunk`` pieces."""
     digest = hashlib.sha256()
     for start in range(0, size, chunk):
-        digest.update(files.read(path, start, chunk))
+        digest.update(files.read(path, start, min(chunk, size - start)))
     return "sha256:" + digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from stitch_core.ports import Blob, Buffer, Conflict, Entry, FileSource, NotFound, Store
+from stitch_core.stores.bounded import BoundedStore
 from stitch_core.stores.local import LocalStore
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from stitch_core.testing.store_machine import store_machine
@@ -38,6 +39,12 @@ class TestLocalStore(StoreTests):
         second = LocalStore(store.root)
         yield second
         await second.close()
+
+
+class TestBoundedStore(StoreTests):
+    @pytest.fixture
+    def store(self) -> BoundedStore:
+        return BoundedStore(MemoryStore(), 60.0)
 
 
 @contextlib.contextmanager

@@ -273,26 +273,40 @@ async def test_locks_do_not_pile_up(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / ".stitch" / "locks")) <= 64
 
 
-async def test_deleting_holds_the_lock(tmp_path: Path) -> None:
-    """Otherwise a swap that has compared could bring back what was deleted before it wrote."""
-    store = local(tmp_path)
+@pytest.mark.parametrize("call", ["delete", "replace"])
+async def test_nothing_happens_between_compare_and_write(call: str, tmp_path: Path) -> None:
+    """Otherwise a swap that has compared could undo a deletion or a write that came before its own."""
+    store, loop = local(tmp_path), asyncio.get_running_loop()
     tag = await store.swap("k", None, b"one")
-    deleting: list[asyncio.Future[None]] = []
-    loop = asyncio.get_running_loop()
+    other = store.delete("k") if call == "delete" else store.replace("k", b"hint")
+    others = []
 
-    class Deletes(PosixFiles):
+    class Interrupted(PosixFiles):
         def rename(self, source: Path, target: Path) -> None:
-            deleting.append(asyncio.run_coroutine_threadsafe(store.delete("k"), loop))  # type: ignore[arg-type]
+            others.append(asyncio.run_coroutine_threadsafe(other, loop))
             time.sleep(0.05)
-            assert not deleting[0].done()
+            assert not others[0].done()
             super().rename(source, target)
 
-    await local(tmp_path, Deletes()).swap("k", tag, b"two")
-    await asyncio.wrap_future(deleting[0])  # type: ignore[arg-type]
-    with pytest.raises(NotFound):
-        await store.load("k")
+    await local(tmp_path, Interrupted()).swap("k", tag, b"two")
+    await asyncio.wrap_future(others[0])
+    entries = await store.list("")
+    assert [entry.key for entry in entries] == ([] if call == "delete" else ["k"])
     with pytest.raises(Conflict):
         await store.swap("k", tag, b"three")
+
+
+async def test_create_between_compare_and_write_wins(tmp_path: Path) -> None:
+    """Creating takes no lock, so a swap that found nothing must not write over it."""
+
+    class Interrupted(PosixFiles):
+        def link(self, source: Path, target: Path) -> None:
+            target.write_bytes(b"created")
+            super().link(source, target)
+
+    with pytest.raises(Conflict):
+        await local(tmp_path, Interrupted()).swap("k", None, b"swapped")
+    assert await local(tmp_path).read("k") == b"created"
 
 
 async def test_giving_up_does_not_wait_for_a_hung_mount(tmp_path: Path) -> None:
