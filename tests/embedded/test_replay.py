@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stitch_embedded.config import ModelConfig
-from stitch_embedded.replay import Replayer, Trajectory
+from stitch_embedded.replay import Replayer, ReplayError, Trajectory
 from stitch_embedded.report import version_fields
 from stitch_embedded.sampling import SamplingParams
 from stitch_embedded.scheduler import Outcome, Request, Scheduler
@@ -95,3 +95,44 @@ def test_replay_equals_life(modes: tuple[str, ...], kind: str, dtype: torch.dtyp
     replayer = Replayer(life.config, MAX_LEN, dtype=dtype, rows_per_call=64)
     got = replayer.replay(life.versions, trajectories)
     assert got == [o.logprobs for _, o in life.done]
+
+
+def test_no_other_labels_fit() -> None:
+    """The same trajectories under shifted labels give other bits."""
+    life = Life(5, kind="qwen3", dtype=torch.bfloat16, modes=("in_place", "retract"))
+    life.run(60)
+    names = [label for label, _ in life.versions]
+    claimed = [t for t in life.trajectories() if t.tokens and names[-1] not in t.versions()]
+    shifted = [t.relabelled(lambda v: names[names.index(v) + 1]) for t in claimed]
+    replayer = Replayer(life.config, MAX_LEN)
+    right, wrong = replayer.replay(life.versions, claimed), replayer.replay(life.versions, shifted)
+    assert len(claimed) > 30
+    assert sum(a != b for a, b in zip(right, wrong, strict=True)) >= 0.95 * len(claimed)
+
+
+def test_call_size_does_not_matter() -> None:
+    life = Life(6, kind="qwen3", dtype=torch.bfloat16, modes=("in_place",))
+    life.run(30)
+    expected = [o.logprobs for _, o in life.done]
+    for rows in (4, 7, 300):
+        replayer = Replayer(life.config, MAX_LEN, rows_per_call=rows)
+        assert replayer.replay(iter(life.versions), life.trajectories()) == expected
+
+
+def test_what_cannot_be_replayed() -> None:
+    life = Life(7, kind="qwen3", dtype=torch.bfloat16, modes=("in_place",))
+    life.run(30)
+    replayer = Replayer(life.config, MAX_LEN)
+    with pytest.raises(ReplayError, match="was not given"):
+        replayer.replay(life.versions[:1], life.trajectories())
+    with pytest.raises(ReplayError, match="came before"):
+        replayer.replay(reversed(life.versions), life.trajectories())
+    with pytest.raises(ReplayError, match="has no tensor"):
+        replayer.replay([(label, {}) for label, _ in life.versions], life.trajectories())
+    with pytest.raises(ReplayError, match="more than max_len"):
+        Replayer(life.config, 8).replay(life.versions, life.trajectories())
+    t = next(t for t in life.trajectories() if t.tokens)
+    spans = [{"version": "v0", "start": 0, "end": len(t.tokens)}]
+    fields = {"weight_versions": spans, "kv_versions": [], "kv": "uniform"}
+    with pytest.raises(ValueError, match="covers"):
+        Trajectory.of(t.prompt, [*t.tokens, 1], fields)

@@ -13,7 +13,7 @@ import contextlib
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,18 @@ class Options:
     seed: int | None = None
     self_check_seconds: float = 0.5
 
+    def check(self, max_len: int, most: int) -> None:
+        """Raises ValueError naming the option that will not do; `most`: positions the model was made for."""
+        if not 2 <= max_len <= most:
+            raise ValueError(f"max_len {max_len} is not in [2, {most}]")
+        for name in ("max_running", "prefill_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if not 0 <= self.pace < 3600:
+            raise ValueError(f"pace {self.pace} is not a number of seconds in [0, 3600)")
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+
 
 class Generation:
     """Requests that were accepted together: iterate over their events, or wait for their outcomes."""
@@ -81,11 +93,12 @@ class EmbeddedEngine:
     """Implements `stitch_core.ports.Engine`, and generates."""
 
     def __init__(self, model: str | Path, options: Options | None = None) -> None:
-        """Load and check a checkpoint; blocking. Raises ConfigError, CheckpointError or SelfCheckError."""
+        """Load and check a checkpoint; blocking. Raises SelfCheckError, and ValueError for all else."""
         self.options = options = options or Options()
         self.model_path = str(model)
         self.config = ModelConfig.read(model)
-        self.max_len = options.max_len or min(self.config.max_positions, 4096)
+        self.max_len = min(self.config.max_positions, 4096) if options.max_len is None else options.max_len
+        options.check(self.max_len, self.config.max_positions)
         files = CheckpointFiles(model, self.config)
         self._stored = files.stored_dtype()
         dtype = DTYPES[options.dtype] if options.dtype else self._stored
@@ -160,14 +173,7 @@ class EmbeddedEngine:
 
     async def prepare(self, checkpoint: Path, changed: Collection[str] | None) -> None:
         """Read and check the named tensors (None: all) while serving. EngineRefused changes nothing."""
-        try:
-            config = await asyncio.to_thread(ModelConfig.read, checkpoint)
-            if config.shapes() != self.config.shapes():
-                raise EngineRefused(f"{checkpoint}: config.json describes another model")
-            files = await asyncio.to_thread(CheckpointFiles, checkpoint, self.config)
-            self._prepared = await asyncio.to_thread(files.read, changed, self._dtype, self._stored)
-        except ValueError as error:
-            raise EngineRefused(str(error)) from error
+        self._prepared = await asyncio.to_thread(self._read, checkpoint, changed)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop at a token boundary. "abort" ends all requests, "retract" drops their KV, "in_place" keeps
@@ -217,6 +223,14 @@ class EmbeddedEngine:
             await self.abort_all()
         await self._activate(label, unpaused=True)
         self.model_path = str(checkpoint)
+
+    def _read(self, checkpoint: Path, changed: Collection[str] | None) -> dict[str, Tensor]:
+        try:
+            if (checkpoint / "config.json").exists() and _differ(ModelConfig.read(checkpoint), self.config):
+                raise EngineRefused(f"{checkpoint}: config.json describes another model")
+            return CheckpointFiles(checkpoint, self.config).read(changed, self._dtype, self._stored)
+        except ValueError as error:
+            raise EngineRefused(str(error)) from error
 
     async def _activate(self, label: str, *, unpaused: bool) -> None:
         prepared = self._prepared
@@ -268,3 +282,8 @@ class EmbeddedEngine:
         for generation in set(self._active.values()):
             generation._queue.put_nowait(EngineFailed(reason))
         self._active.clear()
+
+
+def _differ(one: ModelConfig, other: ModelConfig) -> bool:
+    """They compute different things from the same tensors, or want different tensors."""
+    return replace(one, eos_ids=(), max_positions=0) != replace(other, eos_ids=(), max_positions=0)

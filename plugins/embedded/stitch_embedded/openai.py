@@ -1,11 +1,9 @@
-"""`POST /v1/completions` and `/v1/chat/completions`: translation to and from engine requests. Everything is
-pure.
+"""`POST /v1/completions` and `/v1/chat/completions`: translation to and from engine requests. All pure.
 
-`metadata` holds the version fields of report.py. With one choice they are those of `/generate`; with
-several, `weight_versions`, `kv_versions`, `kv` (and `kv_passes`, if any choice has them) are lists, one
-item for each choice in order, and `weight_version` is the first choice's. A stream carries `metadata` once,
-in the chunk that ends its last choice, and each choice's log-probabilities in the chunk that ends that
-choice.
+`metadata` holds the version fields of report.py. With one choice they are those of `/generate`; with several,
+`weight_versions`, `kv_versions`, `kv` (and `kv_passes`, if any choice has them) are lists, one item for each
+choice in order, and `weight_version` is the first choice's. In a stream each choice's last chunk carries the
+fields of that choice, and all its log-probabilities.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ def completion(call: OpenAICall, outcomes: Sequence[Outcome], limits: Limits) ->
     return {
         **call.envelope(choices, chunk=False),
         "usage": usage(call, outcomes),
-        "metadata": metadata(call, outcomes),
+        "metadata": metadata(call.requests, outcomes),
     }
 
 
@@ -174,11 +172,11 @@ def usage(call: OpenAICall, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def metadata(call: OpenAICall, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def metadata(requests: Sequence[Request], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The version fields, see the module."""
     fields = [
         version_fields(len(r.prompt), len(o.tokens), o.passes, o.label)
-        for r, o in zip(call.requests, outcomes, strict=True)
+        for r, o in zip(requests, outcomes, strict=True)
     ]
     if len(fields) == 1:
         return fields[0]
@@ -189,7 +187,7 @@ def metadata(call: OpenAICall, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     ]
     return {
         "weight_version": fields[0]["weight_version"],
-        **{name: [f.get(name) for f in fields] for name in names},
+        **{name: [f.get(name, []) for f in fields] for name in names},
     }
 
 

@@ -192,8 +192,8 @@ class Server:
             chunk = call.envelope(
                 [delta(call, index[request], new, first=before is None, end=end)], chunk=True
             )
-            if len(outcomes) == len(call.requests):
-                chunk["metadata"] = metadata(call, [outcomes[r] for r in call.requests])
+            if event.outcome is not None:
+                chunk["metadata"] = metadata([request], [event.outcome])
             yield chunk
         if call.include_usage:
             total = usage(call, [outcomes[r] for r in call.requests])
