@@ -12,15 +12,17 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from .. import plugins
 from ..checkpoint import CheckpointError
 from ..host_checkpoint import HostCheckpointError
 from ..ports import EngineError, StoreError
 from ..publisher import PublishError
 from ..replica.activation import CannotFollow, ReplicaFailed
 from ..versions import VersionError
-from .common import UsageError
+from .common import Commands, UsageError, add_command
 
-COMMANDS = ("replica", "gateway", "publish", "claim", "status", "versions", "prove")
+COMMANDS = ("replica", "publish", "claim", "status", "versions")
+PLUGINS = "stitch.commands"
 
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, StoreError, PublishError, VersionError, CannotFollow,
@@ -41,7 +43,19 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"{__package__}.{name}").add_parser(commands)
+    for name in plugins.names(PLUGINS):
+        try:
+            plugins.load(PLUGINS, name)(commands)
+        except plugins.PluginMissing as error:
+            _add_missing(commands, name, str(error))
     return parser
+
+
+def _add_missing(commands: Commands, name: str, why: str) -> None:
+    async def run(_: argparse.Namespace) -> int:
+        raise UsageError(why)
+
+    add_command(commands, name, run, f"not installed: {why}", why)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,18 +1,13 @@
-"""Stores by URL. A scheme is a plugin: an entry point in the group ``stitch.stores``."""
+"""Stores by URL. A scheme is a plugin of the group ``stitch.stores``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from urllib.parse import urlsplit
 
+from .. import plugins
 from ..ports import Store, StoreError
 
 GROUP = "stitch.stores"
-
-# So that a clone that was never installed has them; the distribution registers the same two.
-BUILT_IN = {"file": "stitch_core.stores.local:open_url", "memory": "stitch_core.stores.memory:open_url"}
-EXTRAS = {"s3": "stitch-rl[s3]", "modal": "stitch-rl[modal]"}
 
 
 class BadUrl(StoreError, ValueError):
@@ -26,29 +21,10 @@ def open_store(url: str) -> Store:
     """
     scheme = urlsplit(url).scheme
     if not scheme:
-        raise BadUrl(f"{url!r} is not a store URL: a directory is written file:/path, others {_known()}")
-    return _factory(scheme, url)(url)
-
-
-def _factory(scheme: str, url: str) -> Callable[[str], Store]:
-    if scheme in BUILT_IN:
-        return _load(EntryPoint(scheme, BUILT_IN[scheme], GROUP), url)
-    for entry in entry_points(group=GROUP, name=scheme):
-        return _load(entry, url)
-    if scheme in EXTRAS:
-        raise BadUrl(f"{url}: for {scheme} stores install {EXTRAS[scheme]}; installed here: {_known()}")
-    raise BadUrl(f"{url}: unknown store scheme {scheme!r}; installed here: {_known()}")
-
-
-def _load(entry: EntryPoint, url: str) -> Callable[[str], Store]:
+        known = ", ".join(f"{name}:" for name in plugins.names(GROUP))
+        raise BadUrl(f"{url!r} is not a store URL: a directory is written file:/path, others {known}")
     try:
-        factory: Callable[[str], Store] = entry.load()
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get(entry.name, "the package that brings it")
-        raise BadUrl(f"{url}: {entry.name} stores need {error.name}; install {extra}") from error
-    return factory
-
-
-def _known() -> str:
-    schemes = {*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))}
-    return ", ".join(f"{scheme}:" for scheme in sorted(schemes))
+        store: Store = plugins.load(GROUP, scheme)(url)
+    except plugins.PluginMissing as error:
+        raise BadUrl(f"{url}: {error}") from error
+    return store

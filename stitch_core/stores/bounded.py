@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from ..ports import Blob, Buffer, Capabilities, Entry, FileSource, Store, Unavailable
+from .sources import source_size
 
 T = TypeVar("T")
 
@@ -31,8 +32,8 @@ class BoundedStore:
         return await self._bounded(self._store.size(key), f"looking at {key}")
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
-        size = source.size if isinstance(source, FileSource) else len(source)
-        await self._bounded(self._store.create(key, source), f"writing {key}", size / self._slowest)
+        seconds = source_size(source) / self._slowest
+        await self._bounded(self._store.create(key, source), f"writing {key}", seconds)
 
     async def swap(self, key: str, expected: str | None, data: bytes) -> str:
         return await self._bounded(self._store.swap(key, expected, data), f"swapping {key}")

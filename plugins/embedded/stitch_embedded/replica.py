@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from stitch_core.replica.engines import EngineUnknown, OpenedEngine
+from stitch_core.replica.engines import EngineOptionError, OpenedEngine
 
 from .engine import EmbeddedEngine, Options
 from .selfcheck import SelfCheckError
@@ -20,14 +20,14 @@ KINDS = {"int | None": int, "int": int, "float": float, "str | None": str, "str"
 async def open_engine(checkpoint: Path, options: Mapping[str, str]) -> OpenedEngine:
     """Load, check and start an engine on the running event loop; `options` are the fields of `Options`.
 
-    Raises EngineUnknown with one line when the checkpoint or an option will not do.
+    Raises EngineOptionError with one line when the checkpoint or an option will not do.
     """
     try:
         parsed = read_options(options)
         engine = await asyncio.to_thread(EmbeddedEngine, checkpoint, parsed)
         tokenizer = await asyncio.to_thread(Tokenizer.of, checkpoint)
     except (ValueError, SelfCheckError) as error:
-        raise EngineUnknown(str(error)) from error
+        raise EngineOptionError(str(error)) from error
     engine.start()
     return OpenedEngine(engine, Server(engine, tokenizer), engine.close)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 
-from ..versions import check_run_id
-from .common import Commands, UsageError, add_command, emit, opened_store, stop_on_signals
+from stitch_core.cli.common import Commands, add_command, emit, opened_store, stop_on_signals
+from stitch_core.ports import Pool, SystemClock
+from stitch_core.versions import check_run_id
 
 
 def add_parser(commands: Commands) -> None:
@@ -26,35 +26,30 @@ def add_parser(commands: Commands) -> None:
         "--hold", type=float, default=50.0, metavar="S",
         help="seconds that a request waits for its version (50: below the idle limit of load balancers)",
     )  # fmt: skip
-    parser.add_argument(
-        "--poll", type=float, default=0.25, metavar="S", help="between looks at replicas (0.25)"
-    )
+    parser.add_argument("--poll", type=float, default=0.25, metavar="S", help="between looks at replicas")
 
 
 async def run(options: argparse.Namespace) -> int:
+    from .pools import StaticPool, StorePool
+
     if options.run_id:
         check_run_id(options.run_id)
-    try:
-        from stitch_gateway.app import run_gateway
-        from stitch_gateway.pools import StaticPool, StorePool
-    except ImportError as error:
-        raise UsageError(f"this needs 'stitch-rl[gateway]': {error}") from None
-    stop = stop_on_signals()
+    if options.replica:
+        await _serve(options, StaticPool(options.replica))
+    else:
+        async with opened_store(options.store) as store:
+            await _serve(options, StorePool(store, SystemClock()))
+    return 0
+
+
+async def _serve(options: argparse.Namespace, pool: Pool) -> None:
+    from .app import run_gateway  # aiohttp, which few commands need
 
     def ready(port: int) -> None:
         url = f"http://{options.host}:{port}"
         emit({"url": url}, options.json, lambda: f"gateway listens on {url}")
 
-    async def serve(pool: StaticPool | StorePool) -> None:
-        gateway = asyncio.ensure_future(run_gateway(
-            pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
-            on_ready=ready, stop=stop,
-        ))  # fmt: skip
-        await gateway
-
-    if options.replica:
-        await serve(StaticPool(options.replica))
-    else:
-        async with opened_store(options.store) as store:
-            await serve(StorePool(store))
-    return 0
+    await run_gateway(
+        pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
+        on_ready=ready, stop=stop_on_signals(),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Plugins by name: entry points, and a table of our own for a clone that was never installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+# What the distribution registers; `pip install` makes entry points of the same names.
+OURS: dict[str, dict[str, str]] = {
+    "stitch.stores": {
+        "file": "stitch_core.stores.local:open_url",
+        "memory": "stitch_core.stores.memory:open_url",
+    },
+    "stitch.engines": {"embedded": "stitch_embedded.replica:open_engine"},
+    "stitch.pools": {
+        "static": "stitch_gateway.pools:open_static",
+        "store": "stitch_gateway.pools:open_store",
+    },
+    "stitch.commands": {
+        "gateway": "stitch_gateway.command:add_parser",
+        "prove": "stitch_embedded.prove_command:add_parser",
+    },
+}
+
+# The extra that brings a name, where it is not the name itself.
+EXTRAS = {"static": "gateway", "store": "gateway", "prove": "embedded"}
+ELSEWHERE = {"stitch.stores": ("s3", "modal"), "stitch.engines": ("sglang",)}
+
+
+class PluginMissing(ValueError):
+    """No plugin of that name is installed here; the message says what is, and what to install."""
+
+
+def names(group: str) -> list[str]:
+    """The names that a group has here, sorted."""
+    return sorted({*OURS.get(group, {}), *(entry.name for entry in entry_points(group=group))})
+
+
+def load(group: str, name: str) -> Any:
+    """What the plugin ``name`` of ``group`` registered. Raises PluginMissing."""
+    for entry in entry_points(group=group, name=name):
+        return _load(entry)
+    if name in OURS.get(group, {}):
+        return _load(EntryPoint(name, OURS[group][name], group))
+    kind = group.removeprefix("stitch.").removesuffix("s")
+    hint = f"; it comes with {_extra(name)}" if name in ELSEWHERE.get(group, ()) else ""
+    raise PluginMissing(f"there is no {kind} {name!r} here (known: {', '.join(names(group))}){hint}")
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except ModuleNotFoundError as error:
+        raise PluginMissing(f"{entry.name} needs {error.name}: install {_extra(entry.name)}") from error
+
+
+def _extra(name: str) -> str:
+    return f"'stitch-rl[{EXTRAS.get(name, name)}]'"
