@@ -1,5 +1,6 @@
 """C26: the index file of every public dialect, and what none of them may contain."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -57,9 +58,7 @@ def test_C26_slime() -> None:
     assert read_index(data, "x") == Index("delta", "000001", "000000", "xor", "zstd", "xxh3-128", weight_map)
 
 
-@pytest.mark.parametrize(
-    "metadata", [{}, None, {"total_size": 12}, {"version": "000003"}, {"total_parameters": 1.5}]
-)
+@pytest.mark.parametrize("metadata", [{}, None, {"total_size": 12}, {"version": "000003"}, {"total": 1.5}])
 def test_C26_without_an_encoding_it_is_a_full(metadata: Any) -> None:
     index = read(metadata, {"a": "model-00001-of-00001.safetensors"})
     assert (index.kind, index.encoding, index.base_version) == ("full", None, None)
@@ -70,8 +69,11 @@ def test_C26_an_empty_weight_map() -> None:
     assert read(DELTA).kind == "delta"
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "a/b.safetensors", "/x.safetensors", "..", ".x.safetensors",
-                                  "a\\b.safetensors", "x.bin", "", "x\x00.safetensors", None, 3])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "a/b.safetensors", "/x.safetensors", "..", ".x.safetensors", "a\\b.safetensors",
+     "x.bin", "", "x\x00.safetensors", None, 3],
+)  # fmt: skip
 def test_unsafe_shard_names_are_refused(name: Any) -> None:
     with pytest.raises(CheckpointError, match="index: tensor a"):
         read(DELTA, {"a": name})
@@ -93,7 +95,8 @@ def test_malformed_metadata_is_refused(metadata: Any) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", b"\xff", b"[]", b"null", b"{}", b'{"weight_map": []}', b'{"weight_map": {}} x', b"[" * 100_000,
-     b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', b'{"weight_map": {"\\ud800": "x.safetensors"}}'],
+     b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
+     b'{"weight_map": {"\\ud800": "x.safetensors"}}'],
 )  # fmt: skip
 def test_what_is_no_index_is_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="index"):
@@ -103,7 +106,5 @@ def test_what_is_no_index_is_refused(data: bytes) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda c: st.dictionaries(
     st.sampled_from(["metadata", "weight_map", "version", "delta_encoding"]), c)))  # fmt: skip
 def test_any_json_is_an_index_or_an_error(value: Any) -> None:
-    try:
-        read_index(json.dumps(value).encode(), "index")
-    except CheckpointError as error:
-        assert str(error).startswith("index")
+    with contextlib.suppress(CheckpointError):
+        assert read_index(json.dumps(value).encode(), "index").kind in ("full", "delta")
