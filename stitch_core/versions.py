@@ -93,7 +93,7 @@ class VersionConstraint:
             unknown = sorted(set(body_field) - {"min_version", "exact_version", "run"})
             if unknown:
                 raise VersionError(
-                    f"weight_version has an unknown key {unknown[0]!r}; it may have min_version, exact_version, run"
+                    f"weight_version has an unknown key {unknown[0]!r}, not min_version, exact_version, run"
                 )
             values = {k: v for k, v in body_field.items() if v is not None}
             for key in ("min_version", "exact_version"):
