@@ -617,8 +617,10 @@ async def test_methods(replica: Replica) -> None:
 
 
 async def test_health_ready_wake(replica: Replica) -> None:
-    assert (await replica.client.get("/health")).json() == {"status": "ok"}
-    assert (await replica.client.get("/ready")).json()["state"] == "serving"
+    assert (await replica.client.get("/health")).json()["status"] == "ok"
+    ready = (await replica.client.get("/ready")).json()
+    assert ready["state"] == "serving"
+    assert (ready["ready"], ready["run"], ready["weight_version"], ready["active_requests"]) == (True, "r", "7", 0)
     assert (await replica.client.post("/wake")).status == 202
     assert replica.wakes == 1
     replica.gate.close("pausing")

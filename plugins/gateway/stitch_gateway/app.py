@@ -1,0 +1,237 @@
+"""The gateway's HTTP face, and the coroutine that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from stitch_core.ports import Pool
+from stitch_core.replica.routes import BLOCKED
+from stitch_core.replica.server import listen
+from stitch_core.versions import Refusal, check_run_id, unavailable
+
+from .attempt import FAILURES, Attempt
+from .call import Refused, parse_call, parse_object
+from .dispatch import Dispatcher
+from .fleet import Fleet
+from .routing import Replica
+
+GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
+ANYONES = ("/v1/models", "/model_info", "/get_model_info")
+# uvicorn closes a connection that was idle for 5 s; we must be the first, or a request meets the closing.
+KEEP_ALIVE = 2.0
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Times in seconds, sizes in bytes. ``run``: for requests that name none."""
+
+    run: str | None = None
+    hold: float = 50.0
+    attempts: int = 5
+    poll: float = 0.25
+    probe_timeout: float = 2.0
+    connect: float = 5.0
+    control: float = 5.0
+    drain: float = 60.0
+    max_body: int = 64 << 20
+    max_response: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.run is not None:
+            check_run_id(self.run)
+
+
+class Gateway:
+    """Stateless: what it knows of replicas it can learn again, what it holds are open connections."""
+
+    def __init__(
+        self, pool: Pool, session: aiohttp.ClientSession, settings: GatewaySettings, rng: random.Random
+    ) -> None:
+        self.fleet = Fleet(pool, session, rng, interval=settings.poll, timeout=settings.probe_timeout)
+        attempt = Attempt(self.fleet, session, connect=settings.connect, max_response=settings.max_response)
+        self.dispatcher = Dispatcher(self.fleet, attempt, rng, settings.hold, settings.attempts)
+        self._session = session
+        self._settings = settings
+        self._control = aiohttp.ClientTimeout(total=settings.control)
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(client_max_size=self._settings.max_body, middlewares=[_envelope])
+        app.add_routes([web.post(path, self._generate) for path in GENERATE])
+        app.add_routes([web.get(path, self._anyones) for path in ANYONES])
+        app.add_routes(
+            [
+                web.post("/abort_request", self._abort),
+                web.post("/wake", self._wake),
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/status", self._status),
+            ]
+        )
+        return app
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        headers: dict[str, str] = {}
+        for name, value in request.headers.items():
+            key = name.lower()
+            headers[key] = f"{headers[key]}, {value}" if key in headers else value
+        call = parse_call(request.path, await request.read(), headers, self._settings.run)
+        return await self.dispatcher.run(request, call)
+
+    async def _anyones(self, request: web.Request) -> web.StreamResponse:
+        """What every replica answers alike."""
+        for replica in sorted(self.fleet.replicas, key=lambda r: (not r.ready, not r.alive, r.load)):
+            try:
+                async with self._session.get(replica.url + request.path, timeout=self._control) as answer:
+                    if answer.status == 200:
+                        return web.Response(body=await answer.read(), content_type=answer.content_type)
+            except FAILURES:
+                continue
+        raise Refused(unavailable("no replica answers", retry="here"))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = parse_object(await request.read())
+        rid = body.get("rid")
+        if body.get("abort_all") or not isinstance(rid, str) or not rid:
+            message = "abort_request needs the rid of one request: abort_all would reach everybody's"
+            raise Refused(Refusal(403, "RouteBlocked", message, "never"))
+        held = self.dispatcher.abort(rid)
+        reached = await self._fan_out("/abort_request", {"rid": rid})
+        return web.json_response({"held": held, "replicas": reached})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        return web.json_response({"replicas": await self._fan_out("/wake", {})}, status=202)
+
+    async def _fan_out(self, path: str, body: dict[str, Any]) -> int:
+        """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
+
+        async def post(replica: Replica) -> bool:
+            try:
+                async with self._session.post(replica.url + path, json=body, timeout=self._control) as answer:
+                    return answer.status < 300
+            except FAILURES:
+                return False
+
+        return sum(await asyncio.gather(*(post(replica) for replica in self.fleet.replicas)))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        ready = sum(replica.ready for replica in self.fleet.replicas)
+        return web.json_response({"ready": ready > 0, "replicas": ready}, status=200 if ready else 503)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        replicas = self.fleet.replicas
+        versions = {str(r.serving): 0 for r in replicas if r.serving}
+        for replica in replicas:
+            if replica.serving and replica.ready:
+                versions[str(replica.serving)] += 1
+        status = {
+            "replicas": [_describe(replica) for replica in replicas],
+            "versions": versions,
+            "in_flight": sum(replica.in_flight for replica in replicas),
+            "held": len(self.dispatcher.held),
+            "counters": {**self.dispatcher.counters, "evictions": self.fleet.evictions},
+            "pool_error": self.fleet.pool_error,
+            "run": self._settings.run,
+        }
+        return web.json_response(status)
+
+
+def _describe(replica: Replica) -> dict[str, Any]:
+    return {
+        "id": replica.id,
+        "url": replica.url,
+        "alive": replica.alive,
+        "ready": replica.ready,
+        "run": replica.serving.run if replica.serving else None,
+        "applied": replica.serving.number if replica.serving else None,
+        "in_flight": replica.in_flight,
+        "others": replica.others,
+        "error": replica.error,
+    }
+
+
+@web.middleware
+async def _envelope(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every answer of the gateway's own that is no success, in the one envelope."""
+    try:
+        return await handler(request)
+    except Refused as error:
+        refusal = error.refusal
+    except web.HTTPRequestEntityTooLarge:
+        refusal = Refusal(413, "PayloadTooLarge", "the request body is too large", "never")
+    except web.HTTPMethodNotAllowed as error:
+        refusal = Refusal(405, "MethodNotAllowed", f"{request.path} does not take {request.method}", "never")
+        return web.json_response(refusal.body(), status=405, headers={"allow": error.headers["allow"]})
+    except web.HTTPNotFound:
+        if request.path.rstrip("/") in BLOCKED:
+            refusal = Refusal(
+                403, "RouteBlocked", f"{request.path} would bypass the replicas' gates", "never"
+            )
+        else:
+            refusal = Refusal(404, "RouteUnknown", f"{request.path} is not served", "never")
+    return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    pool: Pool, settings: GatewaySettings | None = None, rng: random.Random | None = None
+) -> AsyncIterator[Gateway]:
+    """A gateway that follows its pool. The pool stays the caller's to close."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+    async with aiohttp.ClientSession(connector=connector, json_serialize=json.dumps) as session:
+        gateway = Gateway(pool, session, settings or GatewaySettings(), rng or random.Random())
+        following = asyncio.create_task(gateway.fleet.run())
+        try:
+            yield gateway
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def run_gateway(
+    pool: Pool,
+    host: str,
+    port: int,
+    *,
+    stop: asyncio.Event | None = None,
+    on_ready: Callable[[int], None] | None = None,
+    rng: random.Random | None = None,
+    **options: Any,
+) -> None:
+    """Serve until ``stop`` is set or this is cancelled, then let requests end. Signals are the caller's.
+
+    ``options`` are the fields of GatewaySettings. Port 0 takes a free one; ``on_ready`` is called with the
+    port once connections are accepted. Raises PortInUse and VersionError.
+    """
+    settings = GatewaySettings(**options)
+    listener = listen(host, port)
+    try:
+        async with open_gateway(pool, settings, rng) as gateway:
+            # Cancellation of the handler is how a client's disconnect reaches the replica.
+            runner = web.AppRunner(
+                gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.drain
+            )
+            await runner.setup()
+            try:
+                await web.SockSite(runner, listener).start()
+                if on_ready is not None:
+                    on_ready(listener.getsockname()[1])
+                await (stop or asyncio.Event()).wait()
+            finally:
+                await runner.cleanup()
+    finally:
+        listener.close()

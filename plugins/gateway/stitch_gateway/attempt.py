@@ -1,0 +1,146 @@
+"""One try of a request at one replica. Until a byte went to the client, a failure can be tried again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from stitch_core.replica.sse import Splitter, with_data
+from stitch_core.versions import Refusal, unavailable
+
+from .call import Call, Refused
+from .fleet import Fleet, admitted_version
+from .routing import Replica
+
+PASSED_HEADERS = ("content-type", "retry-after", "x-stitch-admitted-version", "x-stitch-run")
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Nothing was sent to the client. ``failure``: the replica could not do it, rather than should not."""
+
+    reason: str
+    failure: bool
+
+
+class _ClientLeft(Exception):
+    """Writing to the client failed; says nothing about the replica."""
+
+
+class Attempt:
+    """Sends a call to a replica, and its answer to the client."""
+
+    def __init__(
+        self, fleet: Fleet, session: aiohttp.ClientSession, *, connect: float, max_response: int
+    ) -> None:
+        """``connect``: seconds to connect; a generation has no time limit. ``max_response``: bytes."""
+        self._fleet = fleet
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
+        self._max_response = max_response
+
+    async def run(self, request: web.Request, call: Call, replica: Replica) -> web.StreamResponse | Again:
+        """What to answer (a stream is already sent), or why to try again. Raises Refused."""
+        try:
+            async with self._session.post(
+                replica.url + call.path, data=call.body, headers=call.headers, timeout=self._timeout
+            ) as answer:
+                return await self._judge(request, call, replica, answer)
+        except FAILURES as error:
+            return self._failed(replica, _text(error), answered=False)
+
+    def _failed(self, replica: Replica, error: str, *, answered: bool) -> Again:
+        self._fleet.failed(replica, error, answered=answered)
+        return Again(f"{replica.id}: {error}", failure=True)
+
+    async def _judge(
+        self, request: web.Request, call: Call, replica: Replica, answer: aiohttp.ClientResponse
+    ) -> web.StreamResponse | Again:
+        if answer.status == 200:
+            version = admitted_version(answer.headers)
+            if version is None or not call.constraint.allows(version):
+                return self._failed(replica, f"it admitted the request under {version}", answered=True)
+            self._fleet.answered(replica, version)
+            if answer.content_type == "text/event-stream":
+                return await self._stream(request, replica, answer)
+        # Wholly read before anything is sent on: a replica that dies now costs time, not an error.
+        body = await self._whole(answer)
+        error = _error(body) if answer.status in (409, 503) else {}
+        if answer.status == 503 and error.get("retry") != "never":
+            return self._failed(replica, str(error.get("message", "it answered 503")), answered=True)
+        if answer.status == 409 and error.get("retry") in ("here", "elsewhere"):
+            self._fleet.refused(replica, error.get("run"), error.get("applied"))
+            return Again(str(error.get("message")), failure=False)
+        return web.Response(status=answer.status, body=body, headers=_headers(answer, replica))
+
+    async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for chunk in answer.content.iter_any():
+            body += chunk
+            if len(body) > self._max_response:
+                message = f"the replica's answer exceeds {self._max_response} bytes"
+                raise Refused(Refusal(502, "ResponseTooLarge", message, "never"))
+        return bytes(body)
+
+    async def _stream(
+        self, request: web.Request, replica: Replica, answer: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        events = _whole_events(answer)
+        # Before the response is begun: a failure up to here is one before the first byte.
+        first = await anext(events, b"")
+        response = web.StreamResponse(headers=_headers(answer, replica))
+        try:
+            await _to_client(response, request, first)
+            try:
+                async for data in events:
+                    await _to_client(response, request, data)
+            except FAILURES as error:
+                self._failed(replica, _text(error), answered=False)
+                refusal = unavailable(f"the replica was lost in mid-stream: {_text(error)}")
+                await _to_client(response, request, with_data(b"", refusal.body()))
+        except _ClientLeft:
+            pass
+        return response
+
+
+async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Pieces that end where an event ends, so that an error can be put behind any of them."""
+    splitter = Splitter()
+    async for chunk in answer.content.iter_any():
+        if events := splitter.feed(chunk):
+            yield b"".join(events)
+    if rest := splitter.finish():
+        yield rest
+
+
+async def _to_client(response: web.StreamResponse, request: web.Request, data: bytes) -> None:
+    try:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(data)
+    except FAILURES as error:
+        raise _ClientLeft from error
+
+
+def _headers(answer: aiohttp.ClientResponse, replica: Replica) -> dict[str, str]:
+    passed = {name: answer.headers[name] for name in PASSED_HEADERS if name in answer.headers}
+    return {**passed, "x-stitch-replica": replica.id}
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    """The error in the envelope; empty if there is none."""
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

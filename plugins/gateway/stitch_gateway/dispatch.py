@@ -1,0 +1,105 @@
+"""Holds a request until a replica can serve it, and tries others where one could not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from stitch_core.versions import Refusal, not_ready, unavailable
+
+from .attempt import Again, Attempt
+from .call import Call, Refused
+from .fleet import Fleet
+from .routing import Replica, choose
+
+
+@dataclass
+class Dispatcher:
+    """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
+
+    ``pause``: seconds for which a request avoids a replica that has just refused it.
+    """
+
+    fleet: Fleet
+    attempt: Attempt
+    rng: random.Random
+    hold: float = 50.0
+    attempts: int = 5
+    pause: float = 0.25
+    held: set[Call] = field(default_factory=set)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """The answer of the first replica that gives one. Raises Refused."""
+        deadline = _now() + self.hold
+        avoided: dict[Replica, float] = {}
+        failures = 0
+        self.counters["requests"] += 1
+        while True:
+            replica = await self._acquire(call, avoided, deadline)
+            try:
+                result = await self.attempt.run(request, call, replica)
+            finally:
+                replica.in_flight -= 1
+            if not isinstance(result, Again):
+                return result
+            avoided[replica] = _now() + self.pause
+            self.counters["failures" if result.failure else "refusals"] += 1
+            failures += result.failure
+            if failures >= self.attempts:
+                raise Refused(unavailable(f"{failures} replicas failed, the last one with: {result.reason}"))
+
+    def abort(self, prefix: str) -> int:
+        """Give up what is held under ids that start with ``prefix``; how many."""
+        hit = [call for call in self.held if any(str(own).startswith(prefix) for own in call.ids)]
+        for call in hit:
+            call.aborted.set()
+        self.fleet.notify()
+        return len(hit)
+
+    async def _acquire(self, call: Call, avoided: dict[Replica, float], deadline: float) -> Replica:
+        """Wait for a replica and count the request as running there."""
+        self.held.add(call)
+        try:
+            while True:
+                changed = self.fleet.changed
+                if call.aborted.is_set():
+                    raise Refused(Refusal(409, "RequestAborted", "the request was aborted", "never"))
+                now = _now()
+                if now >= deadline:
+                    raise Refused(self._too_late(call))
+                avoid = {replica for replica, until in avoided.items() if until > now}
+                replica = choose(self.fleet.replicas, call.constraint, self.rng, avoid)
+                if replica is not None:
+                    replica.in_flight += 1
+                    return replica
+                wake = min([deadline, *(avoided[replica] for replica in avoid)])
+                try:
+                    async with asyncio.timeout_at(wake):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self.held.discard(call)
+
+    def _too_late(self, call: Call) -> Refusal:
+        replicas = self.fleet.replicas
+        if not any(replica.alive for replica in replicas):
+            reasons = "; ".join(f"{replica.id}: {replica.error}" for replica in replicas[:3])
+            return unavailable(f"no replica answers ({reasons or 'none is known'})", retry="here")
+        if not call.constraint:
+            return unavailable("no replica is ready", retry="here")
+        demands = call.constraint.fields()
+        served = sorted({str(replica.serving) for replica in replicas if replica.serving})
+        return not_ready(
+            f"no replica serves {demands} after {self.hold:g} s; now: {', '.join(served) or 'nothing'}",
+            demands=demands,
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

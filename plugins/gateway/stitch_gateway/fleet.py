@@ -1,0 +1,151 @@
+"""The live view of the replicas: found in the pool, probed in turn, corrected by every response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from stitch_core.ports import Pool
+from stitch_core.versions import HEADER_ADMITTED, HEADER_RUN, PolicyVersion
+
+from .routing import Replica
+
+# While a replica is not ready it is asked this often (seconds): a pause is shorter than the usual interval.
+IMPATIENT = 0.1
+
+
+class Fleet:
+    """Probes ``/ready`` of every replica and wakes whoever waits for a change."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        rng: random.Random,
+        *,
+        interval: float = 0.25,
+        timeout: float = 2.0,
+        refresh: float = 1.0,
+    ) -> None:
+        """Seconds: ``interval`` between probes, ``timeout`` of one, ``refresh`` between looks at the pool."""
+        self.evictions = 0
+        self.pool_error: str | None = None
+        self._pool = pool
+        self._session = session
+        self._rng = rng
+        self._interval = interval
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._refresh = refresh
+        self._replicas: dict[str, Replica] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return list(self._replicas.values())
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change; ask for it before looking at the replicas."""
+        return self._changed
+
+    async def run(self) -> None:
+        """Follow the pool until cancelled."""
+        try:
+            while True:
+                try:
+                    addresses = {a.id: a.url for a in await self._pool.replicas()}
+                    self.pool_error = None
+                    self._follow(addresses)
+                except Exception as error:  # a pool that fails must not take the gateway down
+                    self.pool_error = repr(error)
+                await asyncio.sleep(self._refresh * self._rng.uniform(0.8, 1.2))
+        finally:
+            for probe in self._probes.values():
+                probe.cancel()
+            await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    def notify(self) -> None:
+        """Wake everyone who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -------------------------------------------------------------------------------- what requests learn
+
+    def failed(self, replica: Replica, error: str, *, answered: bool) -> None:
+        """A connection error, or a 503 (``answered``): out of rotation until a probe finds it ready."""
+        if replica.ready:
+            self.evictions += 1
+        replica.ready, replica.alive, replica.error = False, answered, error
+        self.notify()
+
+    def refused(self, replica: Replica, run: object, number: object) -> None:
+        """A 409 said what the replica serves at this moment."""
+        if (version := _version(run, number)) is not None:
+            self._serves(replica, version)
+
+    def answered(self, replica: Replica, version: PolicyVersion) -> None:
+        """A response said what admitted it, maybe long ago: news only if it is a step up."""
+        known = replica.serving
+        if known is not None and known.run == version.run and known < version:
+            self._serves(replica, version)
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _follow(self, addresses: Mapping[str, str]) -> None:
+        for id_ in [i for i, replica in self._replicas.items() if addresses.get(i) != replica.url]:
+            self._probes.pop(id_).cancel()
+            del self._replicas[id_]
+            self.notify()
+        for id_, url in addresses.items():
+            if id_ not in self._replicas:
+                self._replicas[id_] = replica = Replica(id_, url)
+                self._probes[id_] = asyncio.create_task(self._keep_probing(replica))
+
+    async def _keep_probing(self, replica: Replica) -> None:
+        while True:
+            await self._probe(replica)
+            interval = (
+                self._interval if replica.ready or not replica.alive else min(self._interval, IMPATIENT)
+            )
+            await asyncio.sleep(interval * self._rng.uniform(0.8, 1.2))
+
+    async def _probe(self, replica: Replica) -> None:
+        before = (replica.alive, replica.ready)
+        try:
+            async with self._session.get(f"{replica.url}/ready", timeout=self._timeout) as response:
+                status: Any = json.loads(await response.read())
+                ready = response.status == 200 and status.get("ready") is True
+                active = int(status.get("active_requests") or 0)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError, TypeError) as error:
+            replica.alive = replica.ready = False
+            replica.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        else:
+            replica.alive, replica.ready = True, ready
+            replica.others = max(0, active - replica.in_flight)
+            replica.error = None if ready else str(status.get("why_not_ready") or "not ready")
+            self._serves(replica, _version(status.get("run"), status.get("weight_version")))
+        if before != (replica.alive, replica.ready):
+            self.notify()
+
+    def _serves(self, replica: Replica, version: PolicyVersion | None) -> None:
+        if replica.serving != version:
+            replica.serving = version
+            self.notify()
+
+
+def admitted_version(headers: Mapping[str, str]) -> PolicyVersion | None:
+    """The version that the headers of a response say admitted it; None if they do not."""
+    return _version(headers.get(HEADER_RUN), headers.get(HEADER_ADMITTED))
+
+
+def _version(run: object, number: object) -> PolicyVersion | None:
+    try:
+        return PolicyVersion(str(run), int(str(number)))
+    except ValueError:
+        return None
