@@ -24,7 +24,7 @@ from pathlib import Path
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
 from .dialects import INDEX_NAME
-from .host_data import copy_files, open_with_index, side_files
+from .host_data import copy_files, make_durable_dirs, open_with_index, side_files
 from .host_marker import Holding, Interrupted, Marker
 from .journal import Journal, Write
 from .lineage import Plan
@@ -87,7 +87,7 @@ class HostCheckpoint:
         HostCheckpointError if another process has it open.
         """
         if self._lock is None:
-            self.files.make_dirs(self.root)
+            make_durable_dirs(self.files, self.root)
             lock = contextlib.ExitStack()
             try:
                 lock.enter_context(self.files.lock(self.root / "lock", 0.0))
@@ -210,7 +210,7 @@ class HostCheckpoint:
             self._check_fetched(source, directory_of(source))
         if plan.full is not None:
             self._apply_full(plan, plan.full, directory_of)
-        elif self.holding is not None and self.holding.state == plan.target.state:
+        elif self._has(plan):
             assert self._checkpoint is not None
             self._hold(self._checkpoint, self.table, Holding.of(plan.target))
         else:
@@ -241,11 +241,9 @@ class HostCheckpoint:
             first = next(batches, [])
             more = sum(1 for _ in batches)  # verified now, computed again when their turn comes
             marker = Marker(data.name, held, Holding.of(plan.target), self._nonce())
-            self._unsettled = True
-            self._interrupt(marker)
-            self._write_marker(marker)
-            self._remove_links(keep=None)
-            for batch in self._batches(checkpoint, deltas) if more else [first]:
+            if first:
+                self._begin(marker)
+            for batch in self._batches(checkpoint, deltas) if more else [first] if first else []:
                 self._journal.carry_out(marker.tag, data, [write for _, write in batch])
                 self.table.update((name, deltas.final[name]) for name, _ in batch)
         except (CopyDamaged, CheckpointError) as error:
@@ -253,6 +251,19 @@ class HostCheckpoint:
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}") from error
         _check_state(self.table, plan.target)
         self._hold(checkpoint, self.table, Holding.of(plan.target))
+
+    def _begin(self, marker: Marker) -> None:
+        """From now on the data is neither version, until the marker says that it is the target."""
+        self._unsettled = True
+        self._interrupt(marker)
+        self._write_marker(marker)
+        self._remove_links(keep=None)
+
+    def _has(self, plan: Plan) -> bool:
+        """Whether the data has the target's state already, and no delta is left that could say otherwise."""
+        if self.holding is None or self.holding.state != plan.target.state:
+            return False
+        return not plan.deltas or plan.base != self.holding.state
 
     def _base_of(self, plan: Plan) -> tuple[Holding, dict[str, TensorInfo]]:
         """What the plan starts from, and that version's table."""

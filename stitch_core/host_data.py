@@ -14,6 +14,14 @@ COPY_BYTES = 16 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
+def make_durable_dirs(files: Files, path: Path) -> None:
+    """Make a directory and those above it that are missing, so that they survive the machine's death."""
+    missing = [above for above in (path, *path.parents) if not files.exists(above)]
+    files.make_dirs(path)
+    for made in missing:
+        files.sync(made.parent)
+
+
 def copy_files(files: Files, source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy files into a new directory, each durable; the caller syncs the directory."""
     for name in names:
