@@ -103,18 +103,6 @@ class HostCheckpoint:
         self._lock = None
         self._hold_none("it is not open")
 
-    def fetch_directory(self, manifest_digest: str) -> Path:
-        """Where the reconciler puts the files of a manifest."""
-        return self.root / "fetch" / manifest_digest.replace(":", "-")
-
-    def forget_fetched(self, keep: Collection[str] = ()) -> None:
-        """Remove downloads, except those of the manifests in ``keep``; ``interrupted`` needs its plan's."""
-        fetch = self.root / "fetch"
-        kept = {self.fetch_directory(digest).name for digest in keep}
-        for name in self.files.list(fetch) if self.files.exists(fetch) else ():
-            if name not in kept:
-                self.files.remove_tree(fetch / name)
-
     # --------------------------------------------------------------------------------------- recovery
 
     def _settle(self) -> None:

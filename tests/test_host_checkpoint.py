@@ -541,22 +541,6 @@ def test_a_damaged_copy_lends_its_config_to_a_full(host: HostCheckpoint, run: Ru
     assert (host.directory / "config.json").exists()
 
 
-def test_downloads_are_kept_until_they_are_forgotten(host: HostCheckpoint, run: RunBuilder) -> None:
-    run.delta()
-    run.delta()
-    for number in (1, 2):
-        shutil.copytree(
-            run.directory_of(run.versions[number]), host.fetch_directory(run.versions[number].digest())
-        )
-    host.seed(run.boot, run.versions[0])
-    host.apply(deltas(run, 1, 2), lambda manifest: host.fetch_directory(manifest.digest()))
-    check(host, run, 2)
-    host.forget_fetched(keep=[run.versions[2].digest()])
-    assert os.listdir(host.root / "fetch") == [host.fetch_directory(run.versions[2].digest()).name]
-    host.forget_fetched()
-    assert os.listdir(host.root / "fetch") == []
-
-
 def test_nothing_outside_the_root_is_touched(tmp_path: Path, host: HostCheckpoint, run: RunBuilder) -> None:
     (host.root / "mine").write_text("kept")
     before = {p: p.read_bytes() for p in run.root.rglob("*") if p.is_file()}
