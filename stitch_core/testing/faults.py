@@ -137,12 +137,16 @@ class Trace:
 
 
 class Faults:
-    """Throws the dice of a plan. Everything that may go wrong asks here, so that one seed replays it all."""
+    """Throws the dice of a plan. Everything that may go wrong asks here, so that one seed replays it all.
+
+    While not ``armed`` nothing goes wrong: for preparations.
+    """
 
     def __init__(self, plan: FaultPlan, random: Random, time: Callable[[], float]) -> None:
         self.plan = plan
         self.random = random
         self.trace = Trace(time)
+        self.armed = True
         self._time = time
 
     @property
@@ -152,7 +156,7 @@ class Faults:
 
     def hit(self, rate: float) -> bool:
         """Whether a fault of this rate happens now."""
-        return rate > 0.0 and not self.quiet and self.random.random() < rate
+        return rate > 0.0 and self.armed and not self.quiet and self.random.random() < rate
 
     def latency(self) -> float:
         """Seconds for one way."""

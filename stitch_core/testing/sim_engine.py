@@ -8,6 +8,7 @@ that a test can tell the truth from what is reported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,9 @@ class Token:
 @dataclass
 class Generation:
     """One request in the engine. ``kv``: for each position of the prompt and the output, the state of the
-    weights that computed its keys and values. ``outcome`` is None while it runs; then "done", "aborted" or
-    "lost" (the engine died).
+    weights that computed its keys and values; ``mixed``: some token was sampled over keys and values of
+    other weights than its own. ``outcome`` is None while it runs; then "done", "aborted" or "lost" (the
+    engine died).
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Generation:
     instance: str = ""
     tokens: list[Token] = field(default_factory=list)
     kv: list[str] = field(default_factory=list)
+    mixed: bool = False
     outcome: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -111,6 +114,7 @@ class SimulatedEngine:
         self.instance = f"{self.name}-{self.loop.random.getrandbits(32):08x}"
         self.label = BOOT_LABEL
         self.paused = False
+        self.pauser: SimulatedProcess | None = None
         self.running: dict[str, Generation] = {}
         self.waiting: dict[asyncio.Future[Any], str] = {}
         self.turn = asyncio.Lock()
@@ -135,6 +139,10 @@ class SimulatedEngine:
     def state(self) -> str:
         """The state digest of the weights that it really holds."""
         return self.weights.state
+
+    def __repr__(self) -> str:
+        flags = ["dead"] * self.process.dead + ["paused"] * self.paused
+        return f"<{self.process.name}: {self.label}, {self.state[7:15]} {' '.join(flags)}>"
 
     # ----------------------------------------------------------------------------------- generation
 
@@ -165,6 +173,7 @@ class SimulatedEngine:
         # Whatever has no KV yet, or lost it, is computed before the next token is sampled.
         missing = generation.prompt + len(generation.tokens) - len(generation.kv)
         generation.kv += [state] * missing
+        generation.mixed = generation.mixed or generation.kv.count(state) < len(generation.kv)
         generation.tokens.append(Token(self.label, state))
         if len(generation.tokens) >= generation.wanted:
             self._end(generation, "done")
@@ -194,10 +203,10 @@ class SimulatedEngine:
             raise EngineRefused(f"cannot read {checkpoint}: {error}") from error
         self.prepared = prepared
 
-    async def pause(self, mode: KVMode) -> None:
+    async def pause(self, mode: KVMode, pauser: SimulatedProcess) -> None:
         if self.faults.hit(self.faults.plan.engine_refuses):
             raise EngineRefused("cannot pause now")
-        self.paused = True
+        self.paused, self.pauser = True, pauser
         if mode == "retract":
             for generation in self.running.values():
                 generation.kv.clear()
@@ -225,7 +234,7 @@ class SimulatedEngine:
     async def resume(self) -> None:
         if self.faults.hit(self.faults.plan.engine_refuses):
             raise EngineRefused("cannot resume now")
-        self.paused = False
+        self.paused, self.pauser = False, None
         if self.running:
             self._work.set()
 
@@ -237,7 +246,7 @@ class SimulatedEngine:
 
 
 class SimulatedEngineClient:
-    """A ports.Engine: the engine as ``process`` reaches it. Calls arrive in order and are served in turn."""
+    """A ports.Engine: the engine as ``process`` reaches it. Calls arrive in order; changes take turns."""
 
     def __init__(self, engine: SimulatedEngine, process: SimulatedProcess) -> None:
         self._engine = engine
@@ -248,13 +257,13 @@ class SimulatedEngineClient:
         async def identity() -> EngineIdentity:
             return self._engine.who()
 
-        return await self._call("identity", identity)
+        return await self._call("identity", identity, in_turn=False)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         await self._call("prepare", lambda: self._engine.prepare(checkpoint, changed))
 
     async def pause(self, mode: KVMode) -> None:
-        await self._call("pause", lambda: self._engine.pause(mode))
+        await self._call("pause", lambda: self._engine.pause(mode, self._process))
 
     async def activate(self, label: str) -> None:
         await self._call("activate", lambda: self._engine.activate(label))
@@ -263,9 +272,11 @@ class SimulatedEngineClient:
         await self._call("resume", self._engine.resume)
 
     async def abort(self, request_id: str) -> None:
-        await self._call("abort", lambda: self._engine.abort(request_id))
+        await self._call("abort", lambda: self._engine.abort(request_id), in_turn=False)
 
-    async def _call(self, what: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _call(
+        self, what: str, work: Callable[[], Coroutine[Any, Any, Any]], in_turn: bool = True
+    ) -> Any:
         """Have ``work`` done by the engine's process; EngineError if it, or the answer, is lost."""
         self._process.check()
         engine, loop, faults = self._engine, self._engine.loop, self._engine.faults
@@ -274,7 +285,7 @@ class SimulatedEngineClient:
         arrives = heard or faults.random.random() < 0.5
 
         async def serve() -> None:
-            async with engine.turn:
+            async with engine.turn if in_turn else contextlib.nullcontext():
                 try:
                     result, error = await work(), None
                 except EngineError as raised:
@@ -290,7 +301,8 @@ class SimulatedEngineClient:
                 engine.process.spawn(serve())
 
         if arrives:
-            self._last_arrival = max(self._last_arrival, loop.time() + faults.latency())
+            # Apart, since callbacks of one instant run in any order.
+            self._last_arrival = max(self._last_arrival + 1e-6, loop.time() + faults.latency())
             loop.call_at(self._last_arrival, arrive, context=OUTSIDE)
         if not heard:
             faults.trace.add(f"{self._process.name}: {what} is not answered by the engine")

@@ -67,7 +67,7 @@ class SimulatedMachine:
 
     ``page`` is the unit, in bytes, in which a crash keeps or loses what was written. ``capacity`` limits the
     bytes in files. ``operations`` counts changes to files; set ``crash_at`` to die at one of them, and
-    ``crash_host`` for the machine to die with the process.
+    ``crash_host`` for the machine to die with the process. ``on_change`` is told of every change.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class SimulatedMachine:
         self.page = page
         self.capacity = capacity
         self.operations = 0
+        self.on_change: Callable[[SimulatedProcess, str, Path], None] = lambda process, what, path: None
         self.crash_at: tuple[int, Moment] | None = None
         self.crash_host = False
         self.processes: list[SimulatedProcess] = []
@@ -112,6 +113,10 @@ class SimulatedMachine:
                 node = node.entries.get(part) if isinstance(node, _Directory) else None
             if isinstance(node, _Directory):
                 node.entries, node.durable = {}, {}
+
+    def settle(self) -> None:
+        """Make all that is there durable."""
+        _sync_below(self.root)
 
     def used(self) -> int:
         """Bytes in files."""
@@ -316,6 +321,7 @@ class SimulatedFiles:
         if machine.crash_at is not None and machine.crash_at[0] == machine.operations:
             moment = machine.crash_at[1]
         machine.operations += 1
+        machine.on_change(self._process, what, path)
         if moment == "partial" and partly is not None:
             partly()
         elif moment in (None, "after"):
@@ -365,6 +371,15 @@ def _set(entries: dict[str, _Node], changes: Sequence[tuple[str, _Node | None]])
             entries.pop(name, None)
         else:
             entries[name] = node
+
+
+def _sync_below(directory: _Directory) -> None:
+    directory.sync()
+    for node in directory.entries.values():
+        if isinstance(node, _Directory):
+            _sync_below(node)
+        elif isinstance(node, _File):
+            node.sync()
 
 
 def _bytes_below(directory: _Directory, seen: set[int]) -> int:

@@ -37,14 +37,17 @@ Observer = Callable[[str, bytes | None, bytes | None, str], None]
 
 
 class SimulatedBucket:
-    """The objects. Visible to all at once; tags are content digests, the weakest that a store may have."""
+    """The objects. Visible to all at once; tags are content digests, the weakest that a store may have.
+
+    ``on_call`` is told of every call that is sent: whose, what, and its key.
+    """
 
     def __init__(self, loop: SimulatedLoop, faults: Faults) -> None:
         self.loop = loop
         self.faults = faults
         self.objects: dict[str, bytes] = {}
         self.observers: list[Observer] = []
-        self.calls = 0
+        self.on_call: Callable[[SimulatedProcess, str, str], None] = lambda process, what, key: None
 
     def store(self, process: SimulatedProcess) -> SimulatedStore:
         """This bucket as ``process`` reaches it."""
@@ -139,7 +142,7 @@ class SimulatedStore:
     async def _call(self, what: str, key: str, effect: Callable[[], T]) -> T:
         """Send a call and wait for its answer; Unavailable if the plan of faults says so."""
         self._process.check()
-        self._bucket.calls += 1
+        self._bucket.on_call(self._process, what, key)
         loop, faults = self._bucket.loop, self._bucket.faults
         answer: asyncio.Future[Any] = loop.create_future()
         if faults.cut_off(self._process.name) or faults.hit(faults.plan.store_lost):
@@ -177,6 +180,7 @@ class SimulatedStore:
             return effect()
 
         if faults.hit(faults.plan.store_late):
+            self._bucket.on_call(self._process, what, key)
             answer: asyncio.Future[Any] = loop.create_future()
             land_later(self._fail(answer, what, key, "is late"))
             return await answer

@@ -1,0 +1,177 @@
+"""The random scenario: trainers, replicas and clients in a world where anything may go wrong, until it calms.
+
+While faults last nothing untrue may be said or done; when they are over everything has to come right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from ..head import Channel, channel_key
+from ..replica.reconciler import Follow
+from ..versions import VersionConstraint
+from .sim_replica import SimulatedReplica
+from .sim_trainer import SimulatedTrainer
+from .sim_world import World
+
+SETTLE = 1500.0
+"""Seconds after the last fault in which everything must have come right."""
+
+
+async def anything(world: World) -> None:
+    """A fleet of random shape under the world's plan of faults."""
+    random = world.random
+    switch = random.random() < 0.3
+    follow = Follow(channel="latest") if switch or random.random() < 0.3 else Follow(run="a")
+    trainers = [SimulatedTrainer(world, "trainer", "a", versions=random.randint(3, 9))]
+    if random.random() < 0.25:
+        trainers.append(SimulatedTrainer(world, "rival", "a", versions=trainers[0].versions))
+    if switch:
+        trainers.append(SimulatedTrainer(world, "other", "b", versions=random.randint(2, 5)))
+    replicas = [
+        SimulatedReplica(
+            world, f"r{i}", follow, kv_mode=random.choice(("in_place", "retract")),
+            together=random.random() < 0.5, in_ram=random.random() < 0.5, drain_all=random.random() < 0.2,
+        )
+        for i in range(random.randint(1, 3))
+    ]  # fmt: skip
+    point(world, "a")
+    tasks = [start_later(world, part, 60.0 * (i > 0)) for i, part in enumerate(trainers)]
+    tasks += [start_later(world, part, 120.0 * (i > 0)) for i, part in enumerate(replicas)]
+    tasks += [
+        asyncio.ensure_future(chaos(world, trainers, replicas)),
+        asyncio.ensure_future(traffic(world, replicas)),
+    ]
+    if switch:
+        world.loop.call_later(world.faults.plan.quiet_after * random.random(), point, world, "b")
+    await asyncio.sleep(world.faults.plan.quiet_after)
+    await all_is_well(world, trainers, replicas, tasks, "b" if switch else "a")
+
+
+def point(world: World, run: str) -> None:
+    """An operator moves the channel."""
+    world.trace.add(f"operator: channel latest -> {run}")
+    world.bucket.put(channel_key("latest"), Channel(run).encode(), "operator")
+
+
+def start_later(world: World, part: SimulatedTrainer | SimulatedReplica, most: float) -> asyncio.Future[None]:
+    """Start a part within ``most`` seconds."""
+
+    async def start() -> None:
+        await asyncio.sleep(most * world.random.random())
+        await part.supervise()
+
+    return asyncio.ensure_future(start())
+
+
+async def chaos(
+    world: World, trainers: Sequence[SimulatedTrainer], replicas: Sequence[SimulatedReplica]
+) -> None:
+    """Kill, crash, stall and restart by the plan."""
+    plan, random = world.faults.plan, world.random
+
+    parts: list[SimulatedTrainer | SimulatedReplica] = [*trainers, *replicas]
+
+    def kill() -> None:
+        part = random.choice(parts)
+        world.trace.add(f"chaos: kills {part.name}")
+        if world.faults.hit(plan.host_crash):
+            part.machine.crash()
+        elif part.process is not None:
+            part.process.kill()
+
+    def stall() -> None:
+        part, seconds = random.choice(parts), plan.stall * random.random()
+        world.trace.add(f"chaos: {part.name} stands still for {seconds:.1f} s")
+        if part.process is not None:
+            part.process.stall(seconds)
+
+    def restart() -> None:
+        random.choice(replicas).engine.process.kill()
+
+    async def every(mean: float, event: Callable[[], None]) -> None:
+        while mean:
+            await asyncio.sleep(random.expovariate(1 / mean))
+            if world.faults.quiet:
+                return
+            event()
+
+    await asyncio.gather(
+        every(plan.kill_every, kill),
+        every(plan.stall_every, stall),
+        every(plan.engine_restart_every, restart),
+    )
+
+
+async def traffic(world: World, replicas: Sequence[SimulatedReplica], every: float = 6.0) -> None:
+    """Requests of all kinds for all replicas, until cancelled; each must get an answer."""
+    random, number = world.random, 0
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await asyncio.sleep(random.expovariate(1 / every))
+            number += 1
+            group.create_task(request(world, random.choice(replicas), f"q{number}"))
+
+
+async def request(world: World, replica: SimulatedReplica, request_id: str) -> None:
+    """One request with a random demand; some clients leave before they are answered."""
+    random = world.random
+    leave = asyncio.Event()
+    if random.random() < 0.15:
+        world.loop.call_later(random.uniform(0, 10), leave.set)
+    tokens = random.choice((1, 4, 20, 60))
+    began = world.loop.time()
+    await replica.ask(request_id, demand(world), tokens=tokens, leave=leave)
+    took = world.loop.time() - began
+    # The gate holds for 10 s at most, a pause may come between any two tokens, and a process may stall.
+    if took > 60 * world.timing.token + 900 + world.faults.plan.stall:
+        world.judge.broken("independence: every request ends", f"{request_id} took {took:.0f} s")
+
+
+def demand(world: World) -> VersionConstraint:
+    """None, a minimum, an exact version, or another run's."""
+    random, judge = world.random, world.judge
+    run = random.choice(list(judge.heads) or ["a"])
+    newest = judge.newest(run)
+    number = newest.number if newest else 0
+    return random.choice((
+        VersionConstraint(),
+        VersionConstraint(),
+        VersionConstraint(run=run),
+        VersionConstraint(min_version=max(0, number - random.randint(-1, 2)), run=run),
+        VersionConstraint(exact_version=max(0, number - random.randint(0, 1)), run=run),
+    ))  # fmt: skip
+
+
+async def all_is_well(
+    world: World,
+    trainers: Sequence[SimulatedTrainer],
+    replicas: Sequence[SimulatedReplica],
+    tasks: Iterable[asyncio.Future[None]],
+    run: str,
+) -> None:
+    """Convergence: trainers end, replicas serve the head of ``run`` and answer; no part has failed."""
+    deadline = world.loop.time() + SETTLE
+
+    def left() -> list[str]:
+        waiting = [f"{trainer.name} is not done" for trainer in trainers if not trainer.done.is_set()]
+        waiting += [why for replica in replicas if (why := replica.why_not(run))]
+        return waiting
+
+    while missing := left():
+        for task in tasks:
+            if task.done():
+                task.result()
+        if world.loop.time() > deadline:
+            world.judge.broken("convergence: every live replica arrives", "; ".join(missing))
+        await asyncio.sleep(2.0)
+    newest = world.judge.newest(run)
+    assert newest is not None
+    for replica in replicas:
+        constraint = VersionConstraint(min_version=newest.number, run=run)
+        response = await replica.ask("last", constraint, tokens=2)
+        if response is None or response.status != 200:
+            world.judge.broken("convergence: it answers", f"{replica.name}: {response}")
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,179 @@
+"""A simulated replica: the real reconciler, gate, host checkpoint and middleware over a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..host_checkpoint import HostCheckpoint
+from ..ports import KVMode
+from ..replica.activation import ActivationSettings, ReplicaFailed
+from ..replica.admission import Gate
+from ..replica.middleware import StitchMiddleware
+from ..replica.reconciler import Follow, Reconciler
+from ..versions import VersionConstraint
+from .process import SimulatedProcess
+from .sim_engine import SimulatedEngine, SimulatedEngineClient
+from .sim_http import Response, call, engine_app
+from .sim_world import BOOT, DISK, RAM, World
+
+
+class SimulatedReplica:
+    """A machine with an engine process and a Stitch process, which a supervisor starts again when it dies.
+
+    ``together``: the two are one process, as with the middleware inside the engine's server, and die as
+    one; otherwise they are engine and sidecar. ``in_ram``: the host checkpoint lies on tmpfs.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        follow: Follow,
+        *,
+        kv_mode: KVMode = "in_place",
+        together: bool = False,
+        in_ram: bool = True,
+        drain_all: bool = False,
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.follow = follow
+        self.kv_mode = kv_mode
+        self.together = together
+        self.machine = world.machine(name)
+        self.engine = SimulatedEngine(
+            world.loop, world.faults, self.machine, BOOT, name=f"{name}-engine",
+            step_seconds=world.timing.token, copy_seconds=0.05, boot_seconds=world.timing.boot,
+        )  # fmt: skip
+        self.process = SimulatedProcess(world.loop, name)
+        self.process.kill()
+        self.reconciler: Reconciler | None = None
+        self.gate: Gate | None = None
+        self.failures: list[str] = []
+        self.stopped = False
+        self.app: StitchMiddleware | None = None
+        self.settings = ActivationSettings(
+            kv_mode=kv_mode, drain_all=drain_all, pin_drain=world.timing.pin_drain,
+            switch_drain=world.timing.switch_drain, engine_timeout=world.timing.engine_timeout,
+            activate_timeout=60.0,
+        )  # fmt: skip
+        self._host_root = (RAM if in_ram else DISK) / "host"
+        self._starts = 0
+        world.engines.append(self.engine)
+
+    # ------------------------------------------------------------------------------------------- life
+
+    async def supervise(self) -> None:
+        """Start it, and again whenever it dies or gives up its engine."""
+        while not self.stopped:
+            process = self._start()
+            assert self.reconciler is not None
+            life = process.spawn(self.reconciler.run())
+            ended = asyncio.ensure_future(process.ended.wait())
+            await asyncio.wait([life, ended], return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if life.done() and not process.dead:
+                self._gave_up(process, life)
+            if self.together:
+                self.engine.process.kill()
+            await asyncio.sleep(self.world.timing.restart * self.world.random.random())
+
+    def _gave_up(self, process: SimulatedProcess, life: asyncio.Task[None]) -> None:
+        """A replica whose engine cannot be trusted is replaced, engine and all."""
+        error = life.exception()
+        if not isinstance(error, ReplicaFailed):
+            raise error or AssertionError("the reconciler returned")
+        self.failures.append(str(error))
+        self.world.trace.add(f"{process.name}: failed: {error}")
+        process.kill()
+        self.engine.process.kill()
+
+    def _start(self) -> SimulatedProcess:
+        world = self.world
+        self._starts += 1
+        process = self.process = SimulatedProcess(world.loop, f"{self.name}#{self._starts}")
+        files, clock = self.machine.files(process), world.clock()
+        engine = SimulatedEngineClient(self.engine, process)
+        gate = self.gate = Gate(clock)
+        host = HostCheckpoint(self._host_root, files, nonce=world.nonce, batch_bytes=40)
+        self.reconciler = reconciler = Reconciler(
+            store=world.store(process), engine=engine, gate=gate, host=host, follow=self.follow, boot=BOOT,
+            files=files, clock=clock, rng=world.random, run_blocking=world.loop.run_blocking,
+            activation=self.settings, poll=world.timing.poll,
+        )  # fmt: skip
+        gate.on_refused = reconciler.wake
+        reconciler.on_update = lambda: world.trace.add(f"{process.name}: serves {gate.serving}")
+        self.app = StitchMiddleware(
+            engine_app(self.engine), gate, status=reconciler.status, wake=reconciler.wake,
+            mismatch=self._mismatch, abort=engine.abort,
+            kv_across="uniform" if self.kv_mode == "retract" else "mixed",
+        )  # fmt: skip
+        if self.together:
+            self.engine.process.on_death.append(process.kill)
+        return process
+
+    def _mismatch(self, reason: str) -> None:
+        self.world.trace.add(f"{self.process.name}: mismatch: {reason}")
+        assert self.reconciler is not None
+        self.reconciler.mismatch(reason)
+
+    # --------------------------------------------------------------------------------------- requests
+
+    async def ask(
+        self,
+        request_id: str,
+        constraint: VersionConstraint,
+        *,
+        tokens: int,
+        leave: asyncio.Event | None = None,
+    ) -> Response | None:
+        """One request over the network; None if the connection broke or the client left."""
+        process, app = self.process, self.app
+        await asyncio.sleep(self.world.faults.latency())
+        if process.dead or app is None:
+            return None
+        body = {
+            "rid": request_id,
+            "prompt": 3,
+            "max_new_tokens": tokens,
+            "weight_version": constraint.fields(),
+        }
+        answer = process.spawn(call(app, "POST", "/generate", body, leave=leave))
+        ended = asyncio.ensure_future(process.ended.wait())
+        await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not answer.done():
+            return None
+        try:
+            response = answer.result()
+        except Exception as error:
+            # A server answers 500 where its app raised.
+            self.world.trace.add(f"{process.name}: {type(error).__name__}: {error}")
+            return None
+        if response is not None:
+            self.world.judge.check(f"{process.name} {request_id}", constraint, response)
+        return response
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def applied(self) -> int | None:
+        """The version it serves now."""
+        alive = self.gate is not None and not self.process.dead and self.gate.ready
+        return self.gate.serving.number if alive and self.gate and self.gate.serving else None
+
+    def why_not(self, run: str) -> str | None:
+        """Why it does not serve the head of ``run`` as it should, None if it does."""
+        newest = self.world.judge.newest(run)
+        if self.process.dead or self.gate is None or self.reconciler is None:
+            return f"{self.name} is not running"
+        if newest is None:
+            return f"{self.name}: run {run} has no head"
+        if not self.gate.ready or self.gate.serving != newest.version:
+            return f"{self.name} does not serve {newest.version}: {self.reconciler.status()}"
+        engine = self.engine
+        if engine.process.dead or engine.paused or (engine.label, engine.state) != (
+            str(newest.version), newest.state
+        ):  # fmt: skip
+            return f"{self.name}: its engine is {engine}"
+        return None
