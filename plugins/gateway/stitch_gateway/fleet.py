@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from stitch_core.ports import Pool
-from stitch_core.versions import HEADER_ADMITTED, HEADER_RUN, PolicyVersion
+from stitch_core.versions import HEADER_ADMITTED, HEADER_RUN, PolicyVersion, check_run_id
 
 from .routing import Replica
 
@@ -146,6 +146,6 @@ def admitted_version(headers: Mapping[str, str]) -> PolicyVersion | None:
 
 def _version(run: object, number: object) -> PolicyVersion | None:
     try:
-        return PolicyVersion(str(run), int(str(number)))
+        return PolicyVersion(check_run_id(run), int(str(number)))
     except ValueError:
         return None
