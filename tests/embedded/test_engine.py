@@ -21,10 +21,12 @@ from stitch_embedded.scheduler import Outcome, Request, Scheduler
 from stitch_embedded.worker import EngineFailed
 from tests.embedded.models import config_json, nudged, random_tensors, save
 
+pytestmark = pytest.mark.usefixtures("no_self_check")
+
 CONFIG = ModelConfig.from_dict(config_json())
 V0 = random_tensors(CONFIG, 0)
 V1 = nudged(V0, 1)
-FAST = Options(max_len=40, max_running=8, prefill_rows=8, self_check_seconds=0, seed=1)
+FAST = Options(max_len=40, max_running=8, prefill_rows=8, seed=1)
 
 
 @pytest.fixture(scope="module")

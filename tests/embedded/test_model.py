@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from stitch_embedded import model
 from stitch_embedded.config import ConfigError, ModelConfig
 from stitch_embedded.model import KVCache, Runner, row_counts
 from stitch_embedded.selfcheck import SelfCheckError, self_check
@@ -53,6 +54,21 @@ def test_agrees_with_hugging_face(kind: str, tied: bool, dtype: torch.dtype, tmp
 def test_self_check_passes(kind: str, dtype: torch.dtype) -> None:
     config = ModelConfig.from_dict(config_json(kind))
     self_check(live(config, random_tensors(config, 0, dtype)), 64, 96, seconds=0)
+
+
+def test_attention_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows' keys are gathered at once."""
+    config = ModelConfig.from_dict(config_json())
+    weights = live(config, random_tensors(config, 0))
+    rows = [(i * 5) % config.vocab for i in range(50)]
+    results = []
+    for size in (1 << 23, 1 << 16, 1):
+        monkeypatch.setattr(model, "ATTENTION_BYTES", size)
+        runner = Runner(weights, KVCache(config, 1, 64, torch.bfloat16), 64)
+        results.append(runner.logits(runner.hidden(rows, [0] * 50, range(50))))
+        self_check(weights, 64, 64, seconds=0)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_self_check_passes_on_weights_that_are_not_finite() -> None:

@@ -23,9 +23,12 @@ from stitch_embedded.config import ModelConfig
 from stitch_embedded.engine import EmbeddedEngine, Options
 from stitch_embedded.replay import Replayer, Trajectory
 from stitch_embedded.scheduler import Scheduler
+from stitch_embedded.selfcheck import SelfCheckError
 from stitch_embedded.server import Server
 from stitch_embedded.tokenizer import Tokenizer, visible
 from tests.embedded.models import config_json, nudged, random_tensors, save
+
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 CONFIG = ModelConfig.from_dict(config_json())
 V0 = random_tensors(CONFIG, 0)
@@ -62,10 +65,7 @@ def save_tokenizer(directory: Path) -> None:
 async def serving(directory: Path, **options: Any) -> AsyncIterator[AsgiClient]:
     engine = EmbeddedEngine(
         directory,
-        Options(
-            **{"max_len": 40, "max_running": 16, "prefill_rows": 16, "self_check_seconds": 0, "seed": 1}
-            | options
-        ),
+        Options(**{"max_len": 40, "max_running": 16, "prefill_rows": 16, "seed": 1} | options),
     )
     engine.start()
     yield AsgiClient(Server(engine, Tokenizer.of(directory)))
@@ -471,6 +471,17 @@ def test_command_refuses_in_one_line(
     error = capsys.readouterr().err
     assert "no checkpoint" in error
     assert error.count("\n") == 1
+
+
+def test_command_refuses_kernels_that_are_not_exact(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SelfCheckError("row 3 differs")
+
+    monkeypatch.setattr("stitch_embedded.engine.self_check", fail)
+    assert command.main(["--model", str(checkpoints / "v0")]) == 2
+    assert capsys.readouterr().err == "stitch_embedded: row 3 differs\n"
 
 
 def test_listener_names_its_protocol() -> None:

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0: any free one; it is printed as a JSON line")
     parser.add_argument("--max-len", type=int, help="positions per sequence; attention costs as much for all")
     parser.add_argument("--max-running", type=int, default=256, help="sequences decoded at once")
-    parser.add_argument("--prefill-rows", type=int, default=128, help="prompt tokens per step")
+    parser.add_argument("--prefill-rows", type=int, default=512, help="prompt tokens per step")
     parser.add_argument("--pace", type=float, default=0.0, help="least seconds per step")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     parser.add_argument("--weight-version", default="default", help="label of the boot weights")

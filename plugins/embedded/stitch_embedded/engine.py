@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain
 
 from .config import ModelConfig
+from .process import settle
 from .scheduler import Event, Outcome, PauseMode, Request, Scheduler
 from .selfcheck import self_check
 from .weights import DTYPES, CheckpointError, CheckpointFiles, Weights
@@ -44,7 +44,7 @@ class Options:
 
     max_len: int | None = None
     max_running: int = 256
-    prefill_rows: int = 128
+    prefill_rows: int = 512
     pace: float = 0.0
     dtype: str | None = None
     label: str = "default"
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         dtype = DTYPES[options.dtype] if options.dtype else self._stored
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{model}: weights are {dtype}; the engine runs {' or '.join(DTYPES)}")
-        torch.set_num_threads(1)
+        settle()
         weights = Weights(self.config, dtype)
         weights.copy_from(files.read(None, dtype, self._stored))
         most_rows = options.max_running + options.prefill_rows

@@ -3,7 +3,7 @@
 Stock batching is not exact: matrix kernels choose their summation order by the number of rows. The recipe
 here:
 
-- one torch thread (`Runner` sets it for the whole process);
+- one torch thread (process.py);
 - every token is one row, in prefill and decode alike, and attends over its slot's whole cache of fixed
   length, masked;
 - rows are padded to one of a few fixed counts (`row_counts`), all of which `selfcheck` compares on the
@@ -39,6 +39,10 @@ def row_counts(most: int) -> list[int]:
     return counts
 
 
+ATTENTION_BYTES = 8 << 20
+"""Keys of as many rows are gathered at once: what fits in caches, and long contexts do not need gigabytes."""
+
+
 class KVCache:
     """Keys and values of `slots` sequences, fixed length `max_len`, and a scratch slot for padding rows.
 
@@ -64,7 +68,6 @@ class Runner:
     """Forward passes of one model over the caller's weights and cache, on one thread at a time."""
 
     def __init__(self, weights: Weights, cache: KVCache, most_rows: int) -> None:
-        torch.set_num_threads(1)
         self.weights = weights
         self.cache = cache
         self.counts = row_counts(most_rows)
@@ -73,6 +76,8 @@ class Runner:
         angles = torch.outer(torch.arange(cache.max_len, dtype=torch.float32), inverse)
         angles = torch.cat([angles, angles], -1)
         self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
+        row_bytes = cache.keys[0, 0].numel() * cache.keys.element_size()
+        self._block = max(MIN_ROWS, ATTENTION_BYTES // row_bytes // MIN_ROWS * MIN_ROWS)
         later = torch.ones(cache.max_len, cache.max_len, dtype=torch.bool).triu(1)
         self._mask = torch.zeros(cache.max_len, cache.max_len).masked_fill_(later, float("-inf"))
 
@@ -119,7 +124,7 @@ class Runner:
         sin: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        c, n, length = self.weights.config, len(x), self.cache.max_len
+        c, n = self.weights.config, len(x)
         qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(n, -1, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -128,12 +133,20 @@ class Runner:
         keys, values = self.cache.keys[index], self.cache.values[index]
         keys[slot, :, position] = k
         values[slot, :, position] = v
-        past_k = keys.index_select(0, slot).view(n * c.kv_heads, length, c.head_dim)
-        past_v = values.index_select(0, slot).view(n * c.kv_heads, length, c.head_dim)
-        scores = torch.bmm(q.reshape(n * c.kv_heads, -1, c.head_dim), past_k.transpose(1, 2)).float()
-        scores = scores.view(n, c.kv_heads, -1, length) * c.head_dim**-0.5 + mask
-        share = scores.softmax(-1).to(x.dtype).view(n * c.kv_heads, -1, length)
-        return F.linear(torch.bmm(share, past_v).view(n, -1), layer.o)
+        blocks = zip(q.split(self._block), slot.split(self._block), mask.split(self._block), strict=True)
+        heads = [self._attend(block, keys, values, at, visible) for block, at, visible in blocks]
+        return F.linear(heads[0] if len(heads) == 1 else torch.cat(heads), layer.o)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, slot: Tensor, mask: Tensor) -> Tensor:
+        """[rows, heads * head_dim] of queries [rows, heads, head_dim], over the whole cache length."""
+        n, _, dim = q.shape
+        kv_heads, length = keys.shape[1], keys.shape[2]
+        past_k = keys.index_select(0, slot).view(n * kv_heads, length, dim)
+        scores = torch.bmm(q.reshape(n * kv_heads, -1, dim), past_k.transpose(1, 2)).float()
+        scores = scores.view(n, kv_heads, -1, length) * dim**-0.5 + mask
+        share = scores.softmax(-1).to(q.dtype).view(n * kv_heads, -1, length)
+        past_v = values.index_select(0, slot).view(n * kv_heads, length, dim)
+        return torch.bmm(share, past_v).view(n, -1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()

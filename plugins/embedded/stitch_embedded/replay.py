@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .model import KVCache, Runner
+from .process import settle
 from .report import Pass, Span, cut, merge, passes_of
 from .sampling import logprobs
 from .weights import Weights
@@ -109,7 +110,7 @@ class Replayer:
         it may be lazy, and labels that nobody needs cost nothing. Raises ReplayError when a version is
         missing or comes out of order.
         """
-        torch.set_num_threads(1)  # some of torch's libraries keep this per thread
+        settle()
         results = [[0.0] * len(t.tokens) for t in trajectories]
         by_version: defaultdict[str, list[tuple[_Job, int]]] = defaultdict(list)
         for index, trajectory in enumerate(trajectories):

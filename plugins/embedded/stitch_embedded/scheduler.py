@@ -93,7 +93,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, weights: Weights, label: str, *, max_len: int, max_running: int = 256, prefill_rows: int = 128
+        self, weights: Weights, label: str, *, max_len: int, max_running: int = 256, prefill_rows: int = 512
     ) -> None:
         self.weights = weights
         self.label = label

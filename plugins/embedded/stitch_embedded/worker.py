@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
-
+from .process import settle
 from .scheduler import Event, Scheduler
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # some of torch's libraries keep this per thread
+        settle()
         due = 0.0
         while True:
             commands = self._next_commands(due)
