@@ -148,6 +148,7 @@ async def _serve(
         app = StitchMiddleware(
             opened.app, gate, status=lambda: {"id": replica_id, **reconciler.status()}, wake=reconciler.wake,
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
+            cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
         )  # fmt: skip
         announcer = Announcer(store, reconciler, replica_id, url)
         emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")

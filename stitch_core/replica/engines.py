@@ -19,11 +19,15 @@ class EngineOptionError(ValueError):
 
 @dataclass(frozen=True)
 class OpenedEngine:
-    """An engine, the ASGI app that speaks its HTTP API, and how to end both."""
+    """An engine, the ASGI app that speaks its HTTP API, and how to end both.
+
+    ``cache_key``: its prefix cache outlives an activation, so the middleware has to part versions in it.
+    """
 
     engine: Engine
     app: App
     close: Callable[[], Awaitable[None]]
+    cache_key: bool = False
 
 
 async def open_engine(name: str, checkpoint: Path, options: Mapping[str, str]) -> OpenedEngine:

@@ -620,7 +620,7 @@ async def test_health_ready_wake(replica: Replica) -> None:
     assert (await replica.client.get("/health")).json()["status"] == "ok"
     ready = (await replica.client.get("/ready")).json()
     assert ready["state"] == "serving"
-    assert (ready["ready"], ready["run"], ready["weight_version"], ready["active_requests"]) == (True, "r", "7", 0)
+    assert {"ready": True, "run": "r", "weight_version": "7", "active_requests": 0}.items() <= ready.items()
     assert (await replica.client.post("/wake")).status == 202
     assert replica.wakes == 1
     replica.gate.close("pausing")

@@ -11,13 +11,13 @@ import aiohttp
 from aiohttp import web
 
 from stitch_core.replica.sse import Splitter, with_data
-from stitch_core.versions import Refusal, unavailable
+from stitch_core.versions import HEADER_ADMITTED, HEADER_REPLICA, HEADER_RUN, Refusal, unavailable
 
 from .call import Call, Refused
 from .fleet import Fleet, admitted_version
 from .routing import Replica
 
-PASSED_HEADERS = ("content-type", "retry-after", "x-stitch-admitted-version", "x-stitch-run")
+PASSED_HEADERS = ("content-type", "retry-after", HEADER_ADMITTED, HEADER_RUN, HEADER_REPLICA)
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -130,7 +130,7 @@ async def _to_client(response: web.StreamResponse, request: web.Request, data: b
 
 def _headers(answer: aiohttp.ClientResponse, replica: Replica) -> dict[str, str]:
     passed = {name: answer.headers[name] for name in PASSED_HEADERS if name in answer.headers}
-    return {**passed, "x-stitch-replica": replica.id}
+    return {HEADER_REPLICA: replica.id, **passed}
 
 
 def _error(body: bytes) -> dict[str, Any]:

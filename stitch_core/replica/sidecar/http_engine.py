@@ -1,0 +1,171 @@
+"""``ports.Engine`` over the HTTP API of an unmodified SGLang server on the same host.
+
+The server reads a checkpoint while it is paused, so the pause is as long as that takes. What such a server
+cannot do is said where it shows: it has no proof of its weights but its own word, and that is not taken
+when a call failed (``activate``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ...checkpoint import Checkpoint, CheckpointError
+from ...files import PosixFiles
+from ...ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, KVMode
+
+# Said by SGLang before it touches a weight, on all ranks alike.
+_UNTOUCHED = "Online weight updates are not supported"
+# The request never got as far as the weights: no permission, no such route, no such field.
+_NOT_HANDLED = (401, 403, 404, 405, 413, 415, 422)
+
+
+class HttpEngine:
+    """Drives the server at ``base``. The session is the caller's."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base: str,
+        *,
+        control_timeout: float = 30.0,
+        update_timeout: float = 540.0,
+    ) -> None:
+        """Seconds: ``control_timeout`` for what should be quick, ``update_timeout`` to read a checkpoint."""
+        self._session = session
+        self._base = base
+        self._control = aiohttp.ClientTimeout(total=control_timeout)
+        self._update = aiohttp.ClientTimeout(total=update_timeout)
+        self._prepared: tuple[Path, bool] | None = None
+        self._mode: KVMode = "in_place"
+        self._fallback = uuid.uuid4().hex
+
+    # ------------------------------------------------------------------------------------- ports.Engine
+
+    async def identity(self) -> EngineIdentity:
+        """The instance is told by the durations of the server's start, which no two starts share.
+
+        A server that does not tell them counts as another one after every call that could not reach it.
+        """
+        status, info = await self._call("GET", "/server_info")
+        if status != 200 or not isinstance(info, dict):
+            raise EngineError(f"GET /server_info answers {status}")
+        started = info.get("startup_time")
+        instance = self._fallback
+        if started:
+            instance = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:32]
+        return EngineIdentity(instance, await self._label())
+
+    async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
+        """Checks that the checkpoint is whole; the server itself reads it at activation."""
+
+        def check() -> None:
+            missing = set(changed) - set(Checkpoint.open(checkpoint, PosixFiles()).tensors)
+            if missing:
+                raise EngineRefused(f"{checkpoint} has no tensor {min(missing)}")
+
+        try:
+            await asyncio.to_thread(check)
+        except (OSError, CheckpointError) as error:
+            raise EngineRefused(f"{checkpoint} cannot be read: {error}") from error
+        self._prepared = (checkpoint, bool(changed))
+
+    async def pause(self, mode: KVMode) -> None:
+        self._mode = mode
+        await self._control_call("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        # Emptying CUDA's cache is slow, and nothing was freed.
+        await self._control_call("/continue_generation", {"torch_empty_cache": False})
+
+    async def abort(self, request_id: str) -> None:
+        await self._control_call("/abort_request", {"rid": request_id})
+
+    async def activate(self, label: str) -> None:
+        """Reload from the prepared directory, or only relabel if no tensor changed.
+
+        Whatever is not a plain success is EngineUncertain, unless the server shows that it never began: a
+        400 may stand for weights that did change, and a connection that broke for anything.
+        """
+        if self._prepared is None:
+            raise EngineRefused("nothing was prepared")
+        checkpoint, changed = self._prepared
+        before = await self._label()
+        try:
+            if changed:
+                status, answer = await self._reload(checkpoint, label)
+            else:
+                body = {"new_version": label, "abort_all_requests": False}
+                status, answer = await self._call("POST", "/update_weight_version", body)
+        except EngineError as error:
+            await self._settle(label, before if not changed else None, str(error))
+            return
+        if status == 200 and isinstance(answer, dict) and answer.get("success") is True:
+            await self._settle(label, None, "the server reported success under another label")
+            return
+        said = answer.get("message") if isinstance(answer, dict) else answer
+        reason = f"the server answered {status}: {said}"
+        untouched = not changed or status in _NOT_HANDLED or _UNTOUCHED in str(said)
+        await self._settle(None, before if untouched else None, reason)
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    async def _reload(self, checkpoint: Path, label: str) -> tuple[int, Any]:
+        body = {
+            "model_path": str(checkpoint),
+            "weight_version": label,
+            "abort_all_requests": False,
+            # Requests that keep their KV forbid a flush; then the cache keys of the middleware part versions.
+            "flush_cache": self._mode == "retract",
+        }
+        return await self._call("POST", "/update_weights_from_disk", body, self._update)
+
+    async def _settle(self, done: str | None, undone: str | None, reason: str) -> None:
+        """By the label that is served now: return if it is ``done``, EngineRefused if ``undone``."""
+        try:
+            now = await self._label()
+        except EngineError as error:
+            raise EngineUncertain(f"{reason}; and then: {error}") from error
+        if now == done:
+            return
+        if now == undone:
+            raise EngineRefused(reason)
+        raise EngineUncertain(f"{reason}; its label is {now!r}")
+
+    async def _label(self) -> str:
+        status, info = await self._call("GET", "/model_info")
+        label = info.get("weight_version") if isinstance(info, dict) else None
+        if status != 200 or not isinstance(label, str):
+            raise EngineError(f"GET /model_info answers {status} without a weight_version")
+        return label
+
+    async def _control_call(self, path: str, body: dict[str, Any]) -> None:
+        status, answer = await self._call("POST", path, body)
+        if status != 200:
+            raise EngineError(f"POST {path} answers {status}: {answer}")
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, timeout: aiohttp.ClientTimeout | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON (text, if it is none). EngineError: no whole answer came."""
+        try:
+            async with self._session.request(
+                method, self._base + path, json=body, timeout=timeout or self._control
+            ) as answer:
+                data = await answer.read()
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._fallback = uuid.uuid4().hex
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise EngineError(f"{method} {path} got no answer: {reason}") from error
+        try:
+            return status, json.loads(data)
+        except ValueError:
+            return status, data.decode("utf-8", "replace")
