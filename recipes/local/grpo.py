@@ -116,7 +116,7 @@ class Grpo:
 
 
 def _padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [n, length]; per predicted token [n, length - 1] its sampled log-probability and 1 in answers."""
+    """Tokens [n, length]; for tokens 1 and up their sampled log-probabilities, and 1 within answers."""
     length = max(len(s.prompt) + len(s.output) for s in samples)
     tokens = torch.zeros(len(samples), length, dtype=torch.long)
     sampled, mask = torch.zeros(len(samples), length - 1), torch.zeros(len(samples), length - 1)

@@ -1,7 +1,7 @@
 """The policy: a Qwen3 of 0.4 million parameters with fp32 masters; replicas serve it as a BF16 checkpoint.
 
-Module names are chosen so that ``named_parameters()`` are the Hugging Face tensor names: what is trained, what
-the boot checkpoint holds and what is published are one list.
+Module names are chosen so that ``named_parameters()`` are the Hugging Face tensor names: what is trained,
+what the boot checkpoint holds and what is published are one list.
 """
 
 from __future__ import annotations
