@@ -243,3 +243,8 @@ WRONG: list[dict[str, object]] = [
 def test_options_are_checked(checkpoints: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         EmbeddedEngine(checkpoints / "v0", Options(**wrong))  # type: ignore[arg-type]
+
+
+def test_a_cache_larger_than_the_machine_is_refused(checkpoints: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_running 1000000000 .* GiB"):
+        EmbeddedEngine(checkpoints / "v0", Options(max_running=10**9))

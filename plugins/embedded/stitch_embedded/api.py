@@ -67,14 +67,14 @@ def parse_generate(body: Any, limits: Limits) -> Call:
     prompts, batch = _prompts(body, limits)
     params = _each(body.get("sampling_params"), len(prompts), "sampling_params", dict)
     parsed = [parse_params(p or {}, limits, len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
-    copies = {_integer(p or {}, "n", 1, 1, MAX_COPIES) for p in params}
+    copies = {integer(p or {}, "n", 1, 1, MAX_COPIES) for p in params}
     if len(copies) != 1:
         raise BadRequest("n must be the same for the whole batch")
     n = copies.pop()
-    stream = _boolean(body, "stream")
-    logprobs = _boolean(body, "return_logprob")
-    start = _integer(body, "logprob_start_len", -1, -1, limits.max_len)
-    top = _integer(body, "top_logprobs_num", 0, 0, MAX_TOP_LOGPROBS)
+    stream = boolean(body, "stream")
+    logprobs = boolean(body, "return_logprob")
+    start = integer(body, "logprob_start_len", -1, -1, limits.max_len)
+    top = integer(body, "top_logprobs_num", 0, 0, MAX_TOP_LOGPROBS)
     rids = _rids(body.get("rid"), len(prompts), n)
     requests = [
         make_request(
@@ -167,7 +167,7 @@ def parse_params(raw: dict[str, Any], limits: Limits, prompt_tokens: int) -> Sam
         elif name not in READ and name not in IGNORED:
             raise BadRequest(f"unknown sampling parameter {name!r}")
     left = limits.max_len - prompt_tokens
-    new = _integer(raw, "max_new_tokens", min(128, left), 0, 2**31)
+    new = integer(raw, "max_new_tokens", min(128, left), 0, 2**31)
     if new > left:
         raise BadRequest(
             f"{prompt_tokens} prompt tokens and max_new_tokens {new} make {prompt_tokens + new}; "
@@ -180,21 +180,21 @@ def parse_params(raw: dict[str, Any], limits: Limits, prompt_tokens: int) -> Sam
     if stop and limits.tokenizer is None:
         raise BadRequest("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids")
     stop_ids = raw.get("stop_token_ids") or []
-    top_k = _integer(raw, "top_k", -1, -1, 2**31)
+    top_k = integer(raw, "top_k", -1, -1, 2**31)
     if top_k == 0:
         raise BadRequest("top_k must be -1 or at least 1")
-    temperature = _number(raw, "temperature", 1.0, 0.0, 1e6)
+    temperature = number(raw, "temperature", 1.0, 0.0, 1e6)
     return SamplingParams(
         max_new_tokens=new,
         temperature=0.0 if temperature < 1e-6 else temperature,  # as SGLang: greedy
-        top_p=_number(raw, "top_p", 1.0, 1e-9, 1.0),
+        top_p=number(raw, "top_p", 1.0, 1e-9, 1.0),
         top_k=top_k,
-        min_p=_number(raw, "min_p", 0.0, 0.0, 1.0),
-        min_new_tokens=_integer(raw, "min_new_tokens", 0, 0, new),
+        min_p=number(raw, "min_p", 0.0, 0.0, 1.0),
+        min_new_tokens=integer(raw, "min_new_tokens", 0, 0, new),
         stop_ids=frozenset(check_prompt(stop_ids, limits)) if stop_ids else frozenset(),
         stop=tuple(stop),
-        ignore_eos=_boolean(raw, "ignore_eos"),
-        seed=_integer(raw, "sampling_seed", 0, -(2**63), 2**64 - 1)
+        ignore_eos=boolean(raw, "ignore_eos"),
+        seed=integer(raw, "sampling_seed", 0, -(2**63), 2**64 - 1)
         if raw.get("sampling_seed") is not None
         else None,
     )
@@ -281,7 +281,8 @@ def _each(value: Any, count: int, name: str, kind: type) -> list[Any]:
     return values
 
 
-def _integer(raw: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+def integer(raw: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+    """A field of a body, `default` where it is missing or null. Raises BadRequest."""
     value = raw.get(name)
     if value is None:
         return default
@@ -290,7 +291,8 @@ def _integer(raw: dict[str, Any], name: str, default: int, least: int, most: int
     return value
 
 
-def _number(raw: dict[str, Any], name: str, default: float, least: float, most: float) -> float:
+def number(raw: dict[str, Any], name: str, default: float, least: float, most: float) -> float:
+    """A finite field of a body, `default` where it is missing or null. Raises BadRequest."""
     value = raw.get(name)
     if value is None:
         return default
@@ -301,7 +303,8 @@ def _number(raw: dict[str, Any], name: str, default: float, least: float, most: 
     return float(value)
 
 
-def _boolean(raw: dict[str, Any], name: str) -> bool:
+def boolean(raw: dict[str, Any], name: str) -> bool:
+    """A field of a body, False where it is missing or null. Raises BadRequest."""
     value = raw.get(name)
     if value is None:
         return False

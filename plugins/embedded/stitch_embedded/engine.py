@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain
@@ -104,6 +106,7 @@ class EmbeddedEngine:
         dtype = DTYPES[options.dtype] if options.dtype else self._stored
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{model}: weights are {dtype}; the engine runs {' or '.join(DTYPES)}")
+        _check_memory(self.config, options.max_running, self.max_len, dtype)
         settle()
         weights = Weights(self.config, dtype)
         weights.copy_from(files.read(None, dtype, self._stored))
@@ -282,6 +285,17 @@ class EmbeddedEngine:
         for generation in set(self._active.values()):
             generation._queue.put_nowait(EngineFailed(reason))
         self._active.clear()
+
+
+def _check_memory(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype) -> None:
+    """Raises ValueError when the KV cache would take more than half of the machine's memory."""
+    size = 2 * config.layers * slots * config.kv_heads * max_len * config.head_dim * dtype.itemsize
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if size > most:
+        raise ValueError(
+            f"KV for max_running {slots} sequences of max_len {max_len} takes {size / 2**30:.1f} GiB, "
+            f"more than half of this machine's memory: lower either"
+        )
 
 
 def _differ(one: ModelConfig, other: ModelConfig) -> bool:

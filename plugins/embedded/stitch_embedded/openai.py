@@ -20,10 +20,10 @@ from .api import (
     MAX_TOP_LOGPROBS,
     BadRequest,
     Limits,
-    _boolean,
-    _integer,
+    boolean,
     check_prompt,
     final_text,
+    integer,
     make_request,
     parse_params,
 )
@@ -86,12 +86,12 @@ def parse_openai(body: Any, limits: Limits, *, chat: bool, model: str) -> OpenAI
             raise BadRequest(f"{name} is not supported by the embedded engine")
     if body.get("response_format") not in (None, {"type": "text"}):
         raise BadRequest("response_format is not supported by the embedded engine")
-    n = _integer(body, "n", 1, 1, MAX_COPIES)
+    n = integer(body, "n", 1, 1, MAX_COPIES)
     if body.get("best_of") not in (None, n):
         raise BadRequest("best_of is not supported by the embedded engine")
     prompts = [_chat_prompt(body, limits)] if chat else _prompts(body, limits)
     logprobs, top = _wanted_logprobs(body, chat)
-    stream = _boolean(body, "stream")
+    stream = boolean(body, "stream")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise BadRequest("stream_options must be an object")
@@ -120,7 +120,7 @@ def parse_openai(body: Any, limits: Limits, *, chat: bool, model: str) -> OpenAI
         chat=chat,
         requests=requests,
         stream=stream,
-        include_usage=_boolean(options, "include_usage"),
+        include_usage=boolean(options, "include_usage"),
         logprobs=logprobs,
         created=int(time.time()),
     )
@@ -226,11 +226,11 @@ def _chat_prompt(body: dict[str, Any], limits: Limits) -> list[int]:
 def _wanted_logprobs(body: dict[str, Any], chat: bool) -> tuple[bool, int]:
     """(report log-probabilities, how many alternatives)"""
     if chat:
-        wanted = _boolean(body, "logprobs")
-        return wanted, _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) if wanted else 0
+        wanted = boolean(body, "logprobs")
+        return wanted, integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) if wanted else 0
     if body.get("logprobs") is None:
         return False, 0
-    return True, _integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS)
+    return True, integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS)
 
 
 def _logprobs(call: OpenAICall, request: Request, outcome: Outcome, limits: Limits) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Replayer:
         max_len: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        rows_per_call: int = 256,
+        rows_per_call: int = 512,
     ) -> None:
         """`max_len` must be the replicas': attention over another cache length may round differently."""
         self._config = config
