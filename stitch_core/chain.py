@@ -44,23 +44,28 @@ class ChainReader:
 
     async def manifest(self, run: str, reference: Head | Row) -> Manifest:
         """The manifest that a trusted head or row names. Raises ChainBroken, Unavailable."""
-        cached = self._cache.get(reference.digest)
-        if cached is not None and cached.run == run:
-            return cached
         key = run_prefix(run) + reference.key
+        manifest = self._cache.get(reference.digest)
+        if manifest is None:
+            manifest = await self._read(run, key, reference.digest)
+        if manifest.run != run or not _fits(manifest, reference):
+            raise ChainBroken(
+                f"{key}, as run {run} names it, is the manifest {manifest.key} of {manifest.version}"
+            )
+        return manifest
+
+    async def _read(self, run: str, key: str, digest: str) -> Manifest:
         try:
             data = (await self._store.load(key)).data
         except NotFound:
             raise ChainBroken(f"{key} is named by the chain of run {run} and is not there") from None
         found = bytes_digest(data)
-        if found != reference.digest:
-            raise ChainBroken(f"{key} has digest {found}, the chain of run {run} names {reference.digest}")
+        if found != digest:
+            raise ChainBroken(f"{key} has digest {found}, the chain of run {run} names {digest}")
         manifest = Manifest.decode(data, key)
-        if (manifest.run, manifest.number, manifest.key) != (run, reference.number, reference.key):
-            raise ChainBroken(f"{key} is the manifest {manifest.key} of {manifest.version}")
         if len(self._cache) >= self._keep:
             del self._cache[next(iter(self._cache))]
-        self._cache[reference.digest] = manifest
+        self._cache[digest] = manifest
         return manifest
 
     async def boot(self, manifest: Manifest) -> Manifest:
@@ -103,3 +108,11 @@ class ChainReader:
                     return await self.manifest(newest.run, row)
             at = await self.manifest(newest.run, at.history[-1])
         return None
+
+
+def _fits(manifest: Manifest, reference: Head | Row) -> bool:
+    """Whether a reference says of the manifest that its digest names what is true of it."""
+    if isinstance(reference, Row):
+        size = manifest.representation.bytes
+        return reference == Row(manifest.number, manifest.key, reference.digest, manifest.state, size)
+    return (reference.number, reference.key) == (manifest.number, manifest.key)

@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,6 +66,8 @@ class PolicyPublisher:
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files))
         self._pending: deque[Future[Published]] = deque()
         self._broken = threading.Event()
+        self._turn = asyncio.Lock()
+        self._store: Store | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stitch-publish", daemon=True)
         self._thread.start()
@@ -74,7 +76,7 @@ class PolicyPublisher:
         except BaseException:
             self._end_thread()
             raise
-        self._turn = self._run(_make_lock())
+        self._published = self._encoded = self._publisher.head.number
 
     @classmethod
     def start(
@@ -84,7 +86,7 @@ class PolicyPublisher:
 
         ``boot`` is the HF checkpoint directory that is version 0, and from which the trainer starts;
         ``work`` is scratch space for deltas. Raises PublishError (ClaimRefused when ``boot`` is not the
-        run's version 0, or the run has gone on from it), CheckpointError, StoreError.
+        run's version 0, or the run has gone on from it), CheckpointError, StoreError, FormatError.
         """
         return cls(lambda: open_store(store), run, boot, work, producer=producer or {})
 
@@ -102,30 +104,48 @@ class PolicyPublisher:
         waits, TimeoutError after ``timeout`` seconds. The future raises PublishError. Raises DeltaError
         when the layout differs, and PublishError when the claim is lost.
         """
-        while len(self._pending) >= OUTSTANDING:
-            with contextlib.suppress(PublishError):
-                self._pending[0].result(timeout)
-            self._settle()
+        if self._loop.is_closed():
+            raise PublishError("this publisher is closed")
+        if len(self._pending) >= OUTSTANDING and not wait([self._pending[0]], timeout).done:
+            raise TimeoutError(f"a publish is not done after {timeout:g} s: the store is too slow, or away")
         self._settle()
         number = self._run(self._reserve())
         directory = self._work / f"delta-{number:06d}"
-        self._files.remove_tree(directory)
-        self._files.make_dirs(directory)
-        delta = self._encoder.encode(tensors, directory, self._files, number=number, base_number=self.head)
-        future = asyncio.run_coroutine_threadsafe(self._publish(delta, directory, number, step), self._loop)
+        try:
+            self._files.remove_tree(directory)
+            delta = self._encoder.encode(
+                tensors, directory, self._files, number=number, base_number=self._encoded
+            )
+        except BaseException:
+            self._files.remove_tree(directory)
+            raise
+        future: Future[Published] = Future()
+        future.set_running_or_notify_cancel()  # a version that is half published cannot be called back
+        asyncio.run_coroutine_threadsafe(self._finish(future, delta, directory, number, step), self._loop)
         self._pending.append(future)
+        self._encoded = number
         return future
 
     def flush(self, timeout: float = 600.0) -> None:
-        """Wait until nothing is outstanding. Raises the PublishError of a publish that failed."""
-        try:
-            for future in list(self._pending):
-                future.result(timeout)
-        finally:
-            self._settle()
+        """Wait until nothing is outstanding; TimeoutError after ``timeout`` seconds.
+
+        Raises the PublishError of a publish that failed since the last ``publish`` or ``flush``.
+        """
+        outstanding = list(self._pending)
+        late = wait(outstanding, timeout).not_done
+        self._settle()
+        for future in outstanding:
+            if future in late:
+                raise TimeoutError(f"{len(late)} publishes are not done after {timeout:g} s")
+            future.result()
 
     def close(self, timeout: float = 600.0) -> None:
-        """Wait for what is outstanding, then end the thread. Raises as ``flush`` does."""
+        """Wait for what is outstanding and end the thread; what is not done by then is cut off.
+
+        Raises as ``flush`` does. Closing twice is fine.
+        """
+        if self._loop.is_closed():
+            return
         try:
             self.flush(timeout)
         finally:
@@ -135,20 +155,21 @@ class PolicyPublisher:
         """Tell the encoder how finished publishes ended, in their order."""
         while self._pending and self._pending[0].done():
             if self._pending[0].exception() is None:
-                self._pending.popleft()
+                self._published = self._pending.popleft().result().number
                 self._encoder.commit()
                 continue
             # What was queued behind the failure was encoded on top of it and fails with it.
-            for future in self._pending:
-                future.exception()
+            wait(self._pending)
             self._pending.clear()
             self._encoder.undo()
+            self._encoded = self._published
             self._broken.clear()
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def _end_thread(self) -> None:
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -158,21 +179,28 @@ class PolicyPublisher:
     async def _claim(
         self, open_store: Callable[[], Store], run: str, source: str, producer: Mapping[str, Any]
     ) -> Publisher:
+        self._store = BoundedStore(open_store(), 60.0)
         publisher = Publisher(
-            BoundedStore(open_store(), 60.0), run, files=self._files, clock=self._clock,
-            rng=random.Random(), nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread,
-            producer=producer,
+            self._store, run, files=self._files, clock=self._clock, rng=random.Random(),
+            nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=producer,
         )  # fmt: skip
-        head = await publisher.claim(Boot(source, self._encoder.state))
-        if head.state != self._encoder.state:
-            raise PublishError(
-                f"run {run} is at version {head.number}, whose weights are not those of {source}: resume "
-                "from a checkpoint of that version, or start a new run"
-            )
+        await publisher.claim(Boot(source, self._encoder.state), resume=self._encoder.state)
         return publisher
 
     async def _reserve(self) -> int:
         return self._publisher.reserve()
+
+    async def _finish(
+        self, future: Future[Published], delta: EncodedDelta, directory: Path, number: int, step: int | None
+    ) -> None:
+        """Publish, and put the outcome into ``future``."""
+        try:
+            future.set_result(await self._publish(delta, directory, number, step))
+        except asyncio.CancelledError:
+            future.set_exception(PublishError(f"version {number}: the publisher was closed before the end"))
+            raise
+        except Exception as error:
+            future.set_exception(error)
 
     async def _publish(
         self, delta: EncodedDelta, directory: Path, number: int, step: int | None
@@ -180,19 +208,27 @@ class PolicyPublisher:
         payload = Payload(
             "delta", delta.state, directory, delta.files, delta.base, delta.encoding, delta.changed, step
         )
-        async with self._turn:
-            if self._broken.is_set():
-                raise PublishError(f"version {number} was not published: the publish before it failed")
-            began = self._clock.monotonic()
-            try:
-                manifest = await self._publisher.publish(payload, number)
-            except BaseException:
-                self._broken.set()
-                raise
-            finally:
+        try:
+            async with self._turn:
+                if self._broken.is_set():
+                    raise PublishError(f"version {number} was not published: the publish before it failed")
+                began = self._clock.monotonic()
+                try:
+                    manifest = await self._publisher.publish(payload, number)
+                except BaseException:
+                    self._broken.set()  # before the next one gets its turn
+                    raise
+                return Published(manifest, delta, self._clock.monotonic() - began)
+        finally:
+            with contextlib.suppress(OSError):  # only room on a disk
                 await asyncio.to_thread(self._files.remove_tree, directory)
-            return Published(manifest, delta, self._clock.monotonic() - began)
 
-
-async def _make_lock() -> asyncio.Lock:
-    return asyncio.Lock()
+    async def _end(self) -> None:
+        """Cut off what still runs, and let go of the store."""
+        running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._store is not None:
+            await self._store.close()
+        await self._loop.shutdown_default_executor()

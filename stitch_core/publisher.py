@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from .chain import ChainReader, NoHead
 from .head import Head, head_key
 from .manifest import (
+    FormatError,
     Manifest,
     PayloadFile,
     Representation,
@@ -102,7 +103,10 @@ class _Claim:
 
 
 class Publisher:
-    """Publishes versions of ``run``. Claim first; after Fenced or OutcomeUnknown claim again or stop."""
+    """Publishes versions of ``run``, one at a time.
+
+    Claim first; after Fenced or OutcomeUnknown claim again or stop.
+    """
 
     def __init__(
         self,
@@ -135,39 +139,42 @@ class Publisher:
     @property
     def head(self) -> Manifest:
         """The newest version, as this claim left it."""
-        return self._claimed().manifest
+        return self._last_claim().manifest
 
     @property
     def epoch(self) -> int:
-        return self._claimed().head.epoch
+        return self._last_claim().head.epoch
 
-    async def claim(self, boot: Boot) -> Manifest:
+    async def claim(self, boot: Boot, *, resume: str | None = None) -> Manifest:
         """Become the run's writer and fence the one before; the newest version, which may be version 0.
 
-        Raises ClaimRefused when the run's version 0 has another state than ``boot``, or others keep
-        claiming; OutcomeUnknown when the store does not say what became of the swap.
+        With ``resume``, only if the newest version has that state. Raises ClaimRefused, and then nobody
+        is fenced, when it has not, when the run's version 0 has another state than ``boot``, or when others
+        keep claiming; OutcomeUnknown when the store does not say what became of the swap.
         """
         self._claim, self._lost = None, None
         for _ in range(CLAIM_ATTEMPTS):
             try:
                 found = await self._call(lambda: self._chain.head(self.run))
             except NoHead:
-                claim = await self._first_claim(boot)
+                claim = await self._first_claim(boot, resume)
             else:
-                claim = await self._next_claim(boot, *found)
+                claim = await self._next_claim(boot, resume, *found)
             if claim is not None:
                 self._claim, self._next = claim, claim.head.number + 1
                 return claim.manifest
         raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
 
-    async def _first_claim(self, boot: Boot) -> _Claim | None:
+    async def _first_claim(self, boot: Boot, resume: str | None) -> _Claim | None:
+        if resume not in (None, boot.state):
+            raise ClaimRefused(f"run {self.run} does not exist, so it cannot go on from state {resume}")
         for epoch in range(1, CLAIM_ATTEMPTS):
             manifest = Manifest(
                 self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
                 time=self._clock.time(), producer=self._producer,
             )  # fmt: skip
             try:
-                await self._create(run_prefix(self.run) + manifest.key, manifest.encode())
+                await self._create(run_prefix(self.run) + manifest.key, _readable(manifest))
             except AlreadyExists:
                 # A claim that died before its head: the same weights are the same version 0.
                 left = await self._load(run_prefix(self.run) + manifest.key)
@@ -177,10 +184,10 @@ class Publisher:
             head = Head(0, epoch, manifest.key, manifest.digest(), self._nonce(), self._clock.time())
             return await self._take(None, head, manifest)
         raise ClaimRefused(
-            f"run {self.run} has {CLAIM_ATTEMPTS} abandoned starts from other checkpoints; use a new id"
+            f"run {self.run} has {CLAIM_ATTEMPTS - 1} abandoned starts from other checkpoints; use a new id"
         )
 
-    async def _next_claim(self, boot: Boot, head: Head, tag: str) -> _Claim | None:
+    async def _next_claim(self, boot: Boot, resume: str | None, head: Head, tag: str) -> _Claim | None:
         manifest = await self._call(lambda: self._chain.manifest(self.run, head))
         version0 = await self._call(lambda: self._chain.boot(manifest))
         if version0.state != boot.state:
@@ -188,6 +195,11 @@ class Publisher:
                 f"the base checkpoint {boot.source} is not version 0 of run {self.run}: its state is "
                 f"{boot.state}, version 0 ({version0.representation.source}) has {version0.state}; use that "
                 "one or a new run id"
+            )
+        if resume not in (None, manifest.state):
+            raise ClaimRefused(
+                f"run {self.run} is at version {head.number}, whose state is {manifest.state}, not {resume}: "
+                "resume from a checkpoint of that version, or start a new run"
             )
         return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
 
@@ -213,27 +225,56 @@ class Publisher:
         """
         claim = self._claimed()
         number = self.reserve() if number is None else number
-        if number <= claim.head.number:
+        if not claim.head.number < number < self._next:
             raise PublishError(
-                f"version {number} is not above the head of run {self.run}, {claim.head.number}"
+                f"version {number} of run {self.run} is not above its head, {claim.head.number}, "
+                "or was not reserved"
             )
         self._check_base(payload, claim.manifest)
         try:
             manifest = await self._upload(payload, number, claim)
-            await self._create(run_prefix(self.run) + manifest.key, manifest.encode())
-        except (StoreError, OSError) as error:
+            await self._create(run_prefix(self.run) + manifest.key, _readable(manifest))
+        except (StoreError, OSError, FormatError) as error:
             raise PublishError(f"version {number} of run {self.run} was not published: {error}") from error
+        await self._move(claim, manifest)
+        return manifest
+
+    async def _move(self, claim: _Claim, manifest: Manifest) -> None:
+        """Swap the head. However this ends, the claim holds on only if the head is what it left there."""
         head = claim.head.moved(manifest, self._clock.time())
         try:
-            tag = await self._swap(claim.tag, head)
+            self._claim = _Claim(head, await self._swap(claim.tag, head), manifest)
         except Conflict:
             await self._fence(manifest)
-            return manifest
         except OutcomeUnknown as unknown:
             self._lost = unknown
             raise
-        self._claim = _Claim(head, tag, manifest)
-        return manifest
+        except BaseException:
+            self._lost = self._unknown(manifest.number, "publishing was cut off")
+            raise
+
+    async def _fence(self, manifest: Manifest) -> None:
+        """The head is not what this writer left. Returns if ``manifest`` is on its chain all the same."""
+        digest = manifest.digest()
+        try:
+            head, _ = await self._call(lambda: self._chain.head(self.run))
+            newest = await self._call(lambda: self._chain.manifest(self.run, head))
+            landed = await self._call(lambda: self._chain.find(newest, lambda row: row.digest == digest))
+        except (StoreError, FormatError, NoHead) as error:
+            self._lost = self._unknown(manifest.number, str(error))
+            raise self._lost from error
+        self._lost = Fenced(
+            f"another writer has claimed run {self.run} (epoch {head.epoch}, head {head.number}): "
+            "this one stops publishing"
+        )
+        if landed is None:
+            raise self._lost
+
+    def _unknown(self, number: int, why: str) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            f"run {self.run}: nothing says whether its head moved to {number} ({why}); claim the run again "
+            "to find out"
+        )
 
     def _check_base(self, payload: Payload, parent: Manifest) -> None:
         if payload.kind == "full":
@@ -282,24 +323,14 @@ class Publisher:
             raise
         return _with_files(manifest, tuple(uploaded))
 
-    async def _fence(self, manifest: Manifest) -> None:
-        """The head is not what this writer left. Returns if ``manifest`` is on its chain all the same."""
-        head, _ = await self._call(lambda: self._chain.head(self.run))
-        newest = await self._call(lambda: self._chain.manifest(self.run, head))
-        digest = manifest.digest()
-        landed = await self._call(lambda: self._chain.find(newest, lambda row: row.digest == digest))
-        self._lost = Fenced(
-            f"another writer has claimed run {self.run} (epoch {head.epoch}, head {head.number}): "
-            "this one stops publishing"
-        )
-        if landed is None:
-            raise self._lost
-
     # ------------------------------------------------------------------------------------------- store
 
     def _claimed(self) -> _Claim:
         if self._lost is not None:
             raise self._lost
+        return self._last_claim()
+
+    def _last_claim(self) -> _Claim:
         if self._claim is None:
             raise PublishError(f"run {self.run} has not been claimed by this publisher")
         return self._claim
@@ -324,27 +355,44 @@ class Publisher:
         Seeing the old head would prove nothing, since a lost write may still land. Raises Conflict when
         another head is there, OutcomeUnknown after ``swap_deadline`` seconds.
         """
-        data, key = head.encode(), head_key(self.run)
+        data = head.encode()
         deadline = self._clock.monotonic() + self._swap_deadline
         attempt = 0
         while True:
             try:
-                return await self._store.swap(key, expected, data)
+                return await self._swap_once(expected, data)
             except Conflict:
-                blob = await self._load(key)
-                if blob.data == data:
-                    return blob.tag
                 raise
             except Unavailable as error:
                 attempt += 1
                 pause = self._retry.delay(attempt, self._rng)
                 if self._clock.monotonic() + pause > deadline:
-                    raise OutcomeUnknown(
-                        f"run {self.run}: the store does not say whether its head moved to "
-                        f"{head.number} ({error}); claim the run again to find out"
-                    ) from error
+                    raise self._unknown(head.number, str(error)) from error
                 await asyncio.sleep(pause)
+            except StoreError as error:
+                raise self._unknown(head.number, str(error)) from error
+
+    async def _swap_once(self, expected: str | None, data: bytes) -> str:
+        """Conflict only when the head is neither ``expected`` nor ``data``."""
+        key = head_key(self.run)
+        try:
+            return await self._store.swap(key, expected, data)
+        except Conflict:
+            found = await self._store.load(key)
+            if found.data != data:
+                raise
+            return found.tag
 
 
 def _with_files(manifest: Manifest, files: tuple[PayloadFile, ...]) -> Manifest:
     return replace(manifest, representation=replace(manifest.representation, files=files))
+
+
+def _readable(manifest: Manifest) -> bytes:
+    """The manifest's bytes; FormatError if no reader would take them."""
+    try:
+        data = manifest.encode()
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"its manifest cannot be written: {error}") from error
+    Manifest.decode(data, manifest.key)
+    return data
