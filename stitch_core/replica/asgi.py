@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import posixpath
 import zlib
@@ -134,7 +135,13 @@ async def call_for_json(app: App, scope: Scope) -> tuple[int, Any]:
     """Ask the app as a client without a body would; the status, and the JSON or None if it is none."""
     status, parts = 500, []
 
+    asked = False
+
     async def receive() -> Message:
+        nonlocal asked
+        if asked:
+            await asyncio.Event().wait()  # this client never leaves
+        asked = True
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Message) -> None:

@@ -91,7 +91,7 @@ class FakeEngine:
         self.paused = False
         self._table: dict[str, TensorInfo] = dict(Checkpoint.open(self.boot, PosixFiles()).table())
         self._prepared: dict[str, TensorInfo] = {}
-        self._cache: dict[tuple[str, str, tuple[int, ...]], list[Row]] = {}
+        self._cache: dict[tuple[str, str], dict[tuple[int, ...], list[Row]]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._stepping: asyncio.Task[None] | None = None
@@ -237,16 +237,19 @@ class FakeEngine:
         return self.label if self.separate else ""
 
     def _remember(self, request: FakeRequest, rows: Sequence[Row]) -> None:
-        key = (request.namespace, request.cache_key, tuple(row.token for row in rows))
-        self._cache[key] = list(rows)
+        tokens = tuple(row.token for row in rows)
+        self._cache.setdefault((request.namespace, request.cache_key), {})[tokens] = list(rows)
 
     def _cached_rows(self, request: FakeRequest, known: Sequence[int]) -> list[Row]:
         """The longest cached beginning; the last position is always computed, since it samples."""
-        for length in range(len(known) - 1, 0, -1):
-            rows = self._cache.get((request.namespace, request.cache_key, tuple(known[:length])))
-            if rows is not None:
-                return list(rows)
-        return []
+        best: list[Row] = []
+        for tokens, rows in self._cache.get((request.namespace, request.cache_key), {}).items():
+            same = 0
+            while same < min(len(tokens), len(known) - 1) and tokens[same] == known[same]:
+                same += 1
+            if same > len(best):
+                best = rows[:same]
+        return best
 
     def _finish(self, request: FakeRequest, reason: dict[str, Any]) -> None:
         self.requests.remove(request)

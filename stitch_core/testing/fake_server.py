@@ -29,13 +29,15 @@ class Manners:
     ``split``: bytes per body message of a stream. ``update``: what the next update_weights_from_disk does:
     "success_false" answers 200 and changes nothing; "changed_400" answers 400 although the weights did
     change; "dropped" and "changed_dropped" end the connection without an answer; "hangs" never answers.
-    ``versions``: report versions at all. ``one_choice``: OpenAI routes report those of the first choice
-    only and none in streams, as SGLang 0.5.23 does. ``deaf``: do not notice that a client left.
+    ``versions``: report versions at all; ``kv_versions``: those of the prompt's KV too. ``one_choice``:
+    OpenAI routes report the versions of the first choice only and none in streams, as SGLang 0.5.23 does.
+    ``deaf``: do not notice that a client left.
     """
 
     split: int = 7
     update: UpdateFault | None = None
     versions: bool = True
+    kv_versions: bool = False
     one_choice: bool = False
     deaf: bool = False
 
@@ -176,7 +178,8 @@ class FakeServer:
             meta["weight_version"] = self.engine.label
             if request.finish_reason is not None:
                 meta["weight_versions"] = request.spans()
-                meta["kv_versions"] = request.kv_spans()
+                if self.manners.kv_versions:
+                    meta["kv_versions"] = request.kv_spans()
         return {"text": _text(request.output), "output_ids": list(request.output), "meta_info": meta}
 
     def _chunk(self, path: str, requests: list[FakeRequest], index: int, *, final: bool) -> dict[str, Any]:
@@ -195,12 +198,14 @@ class FakeServer:
             return {}
         several = len(requests) > 1 and not self.manners.one_choice
         spans = [request.spans() for request in requests]
-        kv = [request.kv_spans() for request in requests]
-        return {
+        fields: dict[str, Any] = {
             "weight_version": self.engine.label,
             "weight_versions": spans if several else spans[0],
-            "kv_versions": kv if several else kv[0],
         }
+        if self.manners.kv_versions:
+            kv = [request.kv_spans() for request in requests]
+            fields["kv_versions"] = kv if several else kv[0]
+        return fields
 
     # ----------------------------------------------------------------------------------------- control
 
