@@ -49,6 +49,9 @@ class FakeServer:
     engine: FakeEngine
     manners: Manners = field(default_factory=Manners)
 
+    def __post_init__(self) -> None:
+        self.routes = self._routes()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
@@ -63,7 +66,7 @@ class FakeServer:
         if scope["path"] in ("/generate", "/v1/completions", "/v1/chat/completions"):
             await self._generate(scope["path"], value, receive, send)
             return
-        handler = self._routes().get(route)
+        handler = self.routes.get(route)
         if handler is None:
             await send_json(send, 404, {"detail": "Not Found"})
             return

@@ -137,6 +137,15 @@ async def test_C19_replica_that_is_not_ready_gets_nothing(fleet: Fleet) -> None:
     assert joiner.engine.path == "/generate"
 
 
+async def test_exact_version_that_all_have_passed_is_gone(fleet: Fleet) -> None:
+    fleet.add(7), fleet.add(8)
+    await fleet.start(hold=0.1)
+    status, value = await fleet.post({**PROMPT, "weight_version": {"exact_version": 6}})
+    assert (status, value["error"]["type"], value["error"]["retryable"]) == (410, "WeightVersionGone", False)
+    for demands in ({"exact_version": 9}, {"exact_version": 6, "run": "s"}):
+        assert (await fleet.post({**PROMPT, "weight_version": demands}))[0] == 409
+
+
 async def test_no_live_replica_is_503(fleet: Fleet) -> None:
     await fleet.start("http://127.0.0.1:1", hold=0.1, until_ready=0)
     for body in (PROMPT, {**PROMPT, "weight_version": {"min_version": 1}}):

@@ -57,9 +57,8 @@ class Sidecar:
         )  # fmt: skip
         self.client = AsgiClient(app)
         self._end = asyncio.Event()
-        self._server = asyncio.ensure_future(
-            serve(FakeServer(self.fake, self.manners), self.listener, self._end, grace=1)
-        )
+        self.server = FakeServer(self.fake, self.manners)
+        self._serving = asyncio.ensure_future(serve(self.server, self.listener, self._end, grace=1))
 
     def _mismatch(self, reason: str) -> None:
         self.mismatches.append(reason)
@@ -79,7 +78,7 @@ class Sidecar:
 
     async def close(self) -> None:
         self._end.set()
-        await self._server
+        await self._serving
         self.listener.close()
 
 
@@ -357,6 +356,10 @@ async def test_relabelling_touches_no_weights(sidecar: Sidecar, checkpoints: tup
     assert sidecar.fake.state == before
     await running.finished()
     assert running.json()["meta_info"]["weight_version_end"] == 1  # relabelled, not aborted
+    del sidecar.server.routes["POST /update_weight_version"]
+    await sidecar.activate(checkpoints[0], V2)
+    assert (await sidecar.engine.identity()).label == str(V2)
+    assert sidecar.fake.state == before
     await sidecar.engine.prepare(checkpoints[0], [])
     sidecar.fake.label = "default"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from stitch_core.versions import Refusal, not_ready, unavailable
+from stitch_core.versions import Refusal, VersionConstraint, gone, not_ready, unavailable
 
 from .attempt import Again, Attempt
 from .call import Call, Refused
@@ -93,12 +94,22 @@ class Dispatcher:
             return unavailable(f"no replica answers ({reasons or 'none is known'})", retry="here")
         if not call.constraint:
             return unavailable("no replica is ready", retry="here")
+        if _passed_by_all(call.constraint, replicas):
+            return gone(f"every replica has passed version {call.constraint.exact_version}")
         demands = call.constraint.fields()
         served = sorted({str(replica.serving) for replica in replicas if replica.serving})
         return not_ready(
             f"no replica serves {demands} after {self.hold:g} s; now: {', '.join(served) or 'nothing'}",
             demands=demands,
         )
+
+
+def _passed_by_all(constraint: VersionConstraint, replicas: Sequence[Replica]) -> bool:
+    """Nobody serves the exact version and nobody will, as far as replicas that all answer can say."""
+    exact, served = constraint.exact_version, [r.serving for r in replicas if r.alive and r.serving]
+    if exact is None or len(served) < len(replicas) or len({version.run for version in served}) != 1:
+        return False
+    return constraint.run in (None, served[0].run) and all(version.number > exact for version in served)
 
 
 def _now() -> float:

@@ -50,17 +50,17 @@ class HttpEngine:
     # ------------------------------------------------------------------------------------- ports.Engine
 
     async def identity(self) -> EngineIdentity:
-        """The instance is told by the durations of the server's start, which no two starts share.
+        """The instance is told by ``instance``, or by the durations of the start, which no two starts share.
 
         A server that does not tell them counts as another one after every call that could not reach it.
         """
         status, info = await self._call("GET", "/server_info")
         if status != 200 or not isinstance(info, dict):
             raise EngineError(f"GET /server_info answers {status}")
-        started = info.get("startup_time")
+        told = info.get("instance") or info.get("startup_time")
         instance = self._fallback
-        if started:
-            instance = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:32]
+        if told:
+            instance = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
         return EngineIdentity(instance, await self._label())
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
@@ -97,13 +97,19 @@ class HttpEngine:
         if self._prepared is None:
             raise EngineRefused("nothing was prepared")
         checkpoint, changed = self._prepared
-        before = await self._label()
         try:
-            if changed:
-                status, answer = await self._reload(checkpoint, label)
-            else:
+            before = await self._label()
+        except EngineError as error:
+            raise EngineRefused(f"not begun: {error}") from error
+        try:
+            status, answer = 404, None
+            if not changed:
                 body = {"new_version": label, "abort_all_requests": False}
                 status, answer = await self._call("POST", "/update_weight_version", body)
+            if status in (404, 405):
+                # Something changed, or the server cannot relabel: the same bytes are as good.
+                changed = True
+                status, answer = await self._reload(checkpoint, label)
         except EngineError as error:
             await self._settle(label, before if not changed else None, str(error))
             return
