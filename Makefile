@@ -11,11 +11,16 @@ export TORCH_INDEX
 PYTHONPATH := $(CURDIR)
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/gateway
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/embedded
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/sglang
 export PYTHONPATH
 
 # Evaluated at first use, so that `make help` starts no Python.
 VENV = $(eval VENV := $$(shell $$(PYTHON) scripts/venv.py path))$(VENV)
 PY = $(VENV)/bin/python
+
+# Stock SGLang has an environment of its own, of 3 GB; only what starts it needs that one.
+VENV_SGLANG = $(eval VENV_SGLANG := $$(shell $$(PYTHON) scripts/venv.py path sglang))$(VENV_SGLANG)
+PY_SGLANG = $(VENV_SGLANG)/bin/python
 
 # A skip for want of a module is a failure here: this environment has them all.
 PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
@@ -23,13 +28,16 @@ PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
 TIER_MAY_BE_EMPTY = || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-path demo check test test-long lint format bench clean
+.PHONY: help venv venv-sglang venv-path demo check test test-sglang test-long lint format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: ## make the virtual environment, if it is not there yet
 	@$(PYTHON) scripts/venv.py build
+
+venv-sglang: ## make the virtual environment of stock SGLang, if it is not there yet
+	@$(PYTHON) scripts/venv.py build sglang
 
 venv-path: ## print where the virtual environment is
 	@$(PYTHON) scripts/venv.py path

@@ -1,6 +1,7 @@
-"""The shared virtual environment: `venv.py path` prints where it is, `venv.py build` makes it.
+"""The shared virtual environments: `venv.py path [NAME]` prints where one is, `venv.py build [NAME]` makes
+it. NAME is `core` (the default) or `sglang`.
 
-It lies outside the clone, named by what goes into it, so that a second clone with the same requirements
+They lie outside the clone, named by what goes into them, so that a second clone with the same requirements
 starts at once. Stitch itself is never installed there: a clone runs its own code, through PYTHONPATH.
 """
 
@@ -22,16 +23,23 @@ import shutil
 import subprocess
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements" / "core.txt"
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
+NAMES = ("core", "sglang")
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "")
 
 
-def location() -> Path:
+def requirements(name: str) -> list[Path]:
+    """The environment's files: with what each package asks for, and, where there is one, without."""
+    files = [REQUIREMENTS / f"{name}.txt", REQUIREMENTS / f"{name}-no-deps.txt"]
+    return [file for file in files if file.exists()]
+
+
+def location(name: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     root = Path(os.environ.get("STITCH_VENVS") or Path(cache, "stitch", "venvs"))
-    key = hashlib.sha256(REQUIREMENTS.read_bytes())
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in requirements(name)))
     key.update(f"\0{platform.python_version()}\0{TORCH_INDEX}".encode())
-    return root.absolute() / f"core-{key.hexdigest()[:12]}"
+    return root.absolute() / f"{name}-{key.hexdigest()[:12]}"
 
 
 def complete(venv: Path) -> bool:
@@ -39,7 +47,7 @@ def complete(venv: Path) -> bool:
     return (venv / ".complete").exists() and (venv / "bin" / "python").exists()
 
 
-def build(venv: Path) -> None:
+def build(venv: Path, name: str) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     print(f"making {venv} (once for these requirements)", file=sys.stderr, flush=True)
     # Some distributions split ensurepip off; then our own pip installs into the environment from outside.
@@ -50,25 +58,31 @@ def build(venv: Path) -> None:
     )
     pip = [python, "-m", "pip"] if has_ensurepip else [sys.executable, "-m", "pip", "--python", python]
     install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    with_deps, *without_deps = requirements(name)
     if TORCH_INDEX:
-        pin = re.search(r"^torch==\S+", REQUIREMENTS.read_text(), re.MULTILINE)
-        assert pin, f"{REQUIREMENTS} has no line torch==..."
+        pin = re.search(r"^torch==\S+", with_deps.read_text(), re.MULTILINE)
+        assert pin, f"{with_deps} has no line torch==..."
         # Alone: what torch needs comes from the pins, not from that index.
         subprocess.run([*install, "--no-deps", "--index-url", TORCH_INDEX, pin.group()], check=True)
-    subprocess.run([*install, "-r", str(REQUIREMENTS)], check=True)
+    subprocess.run([*install, "-r", str(with_deps)], check=True)
+    for file in without_deps:
+        subprocess.run([*install, "--no-deps", "-r", str(file)], check=True)
     (venv / ".complete").touch()
 
 
 def main() -> None:
-    venv = location()
-    if sys.argv[1:] == ["path"]:
+    verb, name = [*sys.argv[1:], "core"][:2] if sys.argv[1:] else ("", "")
+    if name not in NAMES:
+        sys.exit(__doc__)
+    venv = location(name)
+    if verb == "path":
         print(venv)
-    elif sys.argv[1:] == ["build"]:
+    elif verb == "build":
         venv.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{venv}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete(venv):
-                build(venv)
+                build(venv, name)
     else:
         sys.exit(__doc__)
 

@@ -24,7 +24,7 @@ from ..retry import Retry
 from ..versions import PolicyVersion
 from .activation import ActivationSettings, Activator, CannotFollow, Prepared, ReplicaFailed
 from .admission import Gate
-from .staging import Staged, Stager
+from .staging import Staged, Stager, Staging, WrongBase
 
 KEPT_UPDATES = 512
 
@@ -69,14 +69,16 @@ class Problem:
 class Reconciler:
     """Drives one engine behind one gate. ``boot`` is the checkpoint directory that the engine booted from.
 
+    It stages into ``host``, or as ``make_stager`` says, which gets a function to be told the activity.
     ``poll`` is the time between looks at the store, in seconds; the backoff after errors goes from
-    ``first_backoff`` to ``max_backoff``.
+    ``first_backoff`` to ``max_backoff``, and no wake shortens it to less than ``first_backoff``. ``say`` is
+    told when what stands in the way changes.
     """
 
     store: Store
     engine: Engine
     gate: Gate
-    host: HostCheckpoint
+    host: HostCheckpoint | None
     follow: Follow
     boot: Path
     files: Files
@@ -88,14 +90,13 @@ class Reconciler:
     first_backoff: float = 0.5
     max_backoff: float = 30.0
     on_update: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda _: None
+    make_stager: Callable[[Callable[[str], None]], Staging] | None = None
 
     def __post_init__(self) -> None:
         self.updates: deque[Update] = deque(maxlen=KEPT_UPDATES)
         self._chain = ChainReader(self.store)
-        self._stager = Stager(
-            self.store, self._chain, self.host, self.boot, files=self.files, clock=self.clock, rng=self.rng,
-            run_blocking=self.run_blocking, activity=self._set_activity,
-        )  # fmt: skip
+        self._stager = (self.make_stager or self._stage_here)(self._set_activity)
         self._activator = Activator(self.engine, self.gate, self.clock, self.activation)
         self._wake = asyncio.Event()
         self._activity = "idle"
@@ -152,7 +153,11 @@ class Reconciler:
     # ----------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Reconcile until cancelled. Raises ReplicaFailed when the engine can no longer be trusted."""
+        """Reconcile until cancelled.
+
+        Raises ReplicaFailed when the engine can no longer be trusted, and WrongBase when the first run that
+        it meets is not of the checkpoint that the engine booted from.
+        """
         backoff = Retry(first=self.first_backoff, cap=self.max_backoff)
         failures = 0
         while True:
@@ -162,21 +167,28 @@ class Reconciler:
             except ReplicaFailed as failure:
                 self.gate.fail(str(failure))
                 raise
-            except (NoHead, CannotFollow) as waiting:
+            except (NoHead, CannotFollow, WrongBase) as waiting:
                 self._note(waiting)
+                if isinstance(waiting, WrongBase) and self.gate.serving is None:
+                    raise
                 moved, failures = False, 0
             except Exception as error:  # whatever it is, the replica goes on serving and tries again
                 self._note(error)
                 moved, failures = False, failures + 1
             else:
-                self._problem, failures = None, 0
+                self._note(None)
+                failures = 0
                 self._last_success = self.clock.time()
             self._activity = "idle"
             if moved:
                 continue
             pause = self.poll * self.rng.uniform(0.8, 1.2)
             if failures:
+                # Every refused request wakes: that must not become a storm on a store that is down already.
                 pause = backoff.delay(failures, self.rng)
+                least = min(pause, self.first_backoff)
+                await asyncio.sleep(least)
+                pause -= least
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -192,11 +204,12 @@ class Reconciler:
         if self._prepared is None or self._prepared[0].manifest.digest() != target.digest():
             self._prepared = None
             staged = await self._stager.stage(target)
-            prepared = await self._activator.prepare(target, dict(self.host.table), self.host.directory)
+            prepared = await self._activator.prepare(target, staged.table, staged.directory)
             self._prepared = (prepared, staged)
         prepared, staged = self._prepared
         self._activity = "staged"
         if not await self._still_wanted(prepared.manifest):
+            self.wake()
             return False
         self._activity = "activating"
         drain, pause = await self._activator.activate(prepared)
@@ -208,6 +221,13 @@ class Reconciler:
         self.on_update()
         return True
 
+    def _stage_here(self, activity: Callable[[str], None]) -> Staging:
+        assert self.host is not None, "without a make_stager there must be a host checkpoint"
+        return Stager(
+            self.store, self._chain, self.host, self.boot, files=self.files, clock=self.clock, rng=self.rng,
+            run_blocking=self.run_blocking, activity=activity,
+        )  # fmt: skip
+
     def _set_activity(self, activity: str) -> None:
         self._activity = activity
 
@@ -218,11 +238,20 @@ class Reconciler:
             return "serving"
         return "booting" if self._target is None else "catching_up"
 
-    def _note(self, error: Exception) -> None:
-        message, now = str(error) or type(error).__name__, self.clock.time()
-        same = self._problem is not None and self._problem.message == message
-        since = self._problem.since if self._problem else now
-        self._problem = Problem(message, since, now, self._problem.count + 1 if self._problem and same else 1)
+    def _note(self, error: Exception | None) -> None:
+        """Keep what stands in the way for status; None: nothing does."""
+        before, now = self._problem, self.clock.time()
+        if error is None:
+            self._problem = None
+            if before is not None:
+                self.say(f"all is well again, after {now - before.since:.0f} s")
+            return
+        message = str(error) or type(error).__name__
+        same = before is not None and before.message == message
+        since, count = (before.since, before.count) if before else (now, 0)
+        self._problem = Problem(message, since, now, count + 1 if same else 1)
+        if not same:
+            self.say(message)
         if self.gate.serving is None:
             self.gate.close(f"this replica has not caught up: {message}")
 

@@ -7,26 +7,45 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint
 from ..host_checkpoint import HostCheckpoint, RepresentationInvalid
-from ..lineage import Plan, cheapest_plan
+from ..lineage import NoPlan, Plan, cheapest_plan
 from ..manifest import Manifest
 from ..ports import Clock, Files, RunBlocking, Store
-from ..state import TensorTable
+from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch, download
+
+
+class WrongBase(Exception):
+    """The checkpoint that the engine booted from is not version 0 of the run: no delta can be applied."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What staging one version took: bytes fetched, seconds to fetch, seconds to apply and verify."""
+    """What staging one version took: bytes fetched, seconds to fetch, seconds to apply and verify.
+
+    ``directory`` is the checkpoint and ``table`` its tensors, until the next version is staged.
+    """
 
     bytes: int
     fetch: float
     apply: float
+    directory: Path
+    table: TensorTable = field(repr=False)
+
+
+class Staging(Protocol):
+    """Stager, wherever it runs. ``fetching``: digests of the manifests whose files are being fetched."""
+
+    fetching: tuple[str, ...]
+
+    async def boot_table(self) -> TensorTable: ...
+    async def stage(self, target: Manifest) -> Staged: ...
 
 
 class Stager:
@@ -65,9 +84,11 @@ class Stager:
     async def stage(self, target: Manifest) -> Staged:
         """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
 
-        A representation that fails verification is not used again by this process.
+        A representation that fails verification is not used again by this process. Raises WrongBase, and
+        what stands in the way otherwise.
         """
         version0 = await self._chain.boot(target)
+        await self._check_base(version0)
         await self._open(version0)
         plan = await self._plan(target, version0)
         began = self._clock.monotonic()
@@ -84,7 +105,16 @@ class Stager:
             raise
         finally:
             self.fetching = ()
-        return Staged(plan.bytes, fetched - began, self._clock.monotonic() - fetched)
+        applied = self._clock.monotonic() - fetched
+        return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
+
+    async def _check_base(self, version0: Manifest) -> None:
+        state = state_digest(await self.boot_table())
+        if state != version0.state:
+            raise WrongBase(
+                f"the base checkpoint {self._boot} is not version 0 of run {version0.run}: its state is "
+                f"{state}, version 0 ({version0.representation.source}) has {version0.state}"
+            )
 
     async def _open(self, version0: Manifest) -> None:
         """Make the host checkpoint hold something to start from, the boot version if nothing else."""
@@ -101,8 +131,12 @@ class Stager:
     async def _plan(self, target: Manifest, version0: Manifest) -> Plan:
         interrupted = self.host.interrupted
         held = interrupted.base_state if interrupted else self._held()
-        chain = await self._chain.back_to(target, {held})
-        plan = cheapest_plan(target, chain, {held, version0.state}, self._excluded)
+        starts = {held, version0.state}
+        try:
+            plan = cheapest_plan(target, await self._chain.back_to(target, {held}), starts, self._excluded)
+        except NoPlan:
+            # A delta may build on an older version than the one before it.
+            plan = cheapest_plan(target, await self._chain.back_to(target), starts, self._excluded)
         if interrupted is not None and not interrupted.fits(plan):
             await self._seed(version0)
             return await self._plan(target, version0)

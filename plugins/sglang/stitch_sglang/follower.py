@@ -1,0 +1,79 @@
+"""Follower: the core's reconciler drives the engine, and stages in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stitch_core.files import PosixFiles
+from stitch_core.ports import SystemClock
+from stitch_core.replica.activation import ActivationSettings
+from stitch_core.replica.admission import Gate
+from stitch_core.replica.asgi import App
+from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.reconciler import Reconciler
+from stitch_core.replica.service import Announcer, live
+from stitch_core.replica.stage_process import StagerProcess
+from stitch_core.stores import open_store
+from stitch_core.stores.bounded import BoundedStore
+
+from .engine import SGLangEngine
+from .server import Scratch, replica_id
+from .settings import Settings
+
+STORE_SECONDS = 60.0
+
+
+class Follower:
+    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with."""
+
+    def __init__(self, settings: Settings, manager: Any, server_args: Any) -> None:
+        assert settings.store is not None
+        self._settings = settings
+        self._id = replica_id(settings)
+        self._address = settings.address or server_args.url()
+        self._boot = Path(server_args.model_path).resolve()
+        self._scratch = Scratch(settings.host_dir)
+        self._clock = SystemClock()
+        self._store = BoundedStore(open_store(settings.store), STORE_SECONDS)
+        self._stager: StagerProcess | None = None
+        self.gate = Gate(self._clock)
+        self._engine = SGLangEngine(manager)
+        self._reconciler = Reconciler(
+            self._store, self._engine, self.gate, None, settings.follow(), self._boot, PosixFiles(),
+            self._clock, random.Random(), asyncio.to_thread,
+            ActivationSettings(settings.kv_mode, settings.drain_all, settings.pin_drain),
+            poll=settings.poll, make_stager=self._make_stager,
+        )  # fmt: skip
+        self.gate.on_refused = self._reconciler.wake
+        self._announcer = Announcer(self._store, self._reconciler, self._id, self._address)
+
+    def wrap(self, app: App) -> App:
+        return StitchMiddleware(
+            app, self.gate, status=lambda: {"id": self._id, "mode": "follower", **self._reconciler.status()},
+            wake=self._reconciler.wake, mismatch=self._reconciler.mismatch, abort=self._engine.abort,
+            kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
+        )  # fmt: skip
+
+    async def live(self, stop: asyncio.Event) -> None:
+        async def serve(end: asyncio.Event) -> None:
+            await end.wait()  # the server is SGLang's
+
+        await live(
+            self._reconciler, self._announcer, stop, serve,
+            gate=self.gate, clock=self._clock, drain=self._settings.drain,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        if self._stager is not None:
+            await self._stager.close()
+        await self._store.close()
+        self._scratch.close()
+
+    def _make_stager(self, activity: Callable[[str], None]) -> StagerProcess:
+        assert self._settings.store is not None
+        self._stager = StagerProcess(self._settings.store, self._boot, self._scratch.path, activity=activity)
+        return self._stager

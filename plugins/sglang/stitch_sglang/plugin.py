@@ -1,0 +1,110 @@
+"""The entry point of SGLang's plugin system: runs in each of its processes before anything is started.
+
+SGLang only logs what a plugin raises. What must not go on ends the process by SystemExit, which it does not
+catch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from . import symbols
+from .settings import Settings, SettingsError, add_flags, asked_for, export_flags
+
+
+def register() -> None:
+    """Check SGLang and register the hooks; does nothing unless Stitch is asked for."""
+    if not asked_for(os.environ, sys.argv):
+        return
+    try:
+        settings = Settings.read(os.environ)
+        symbols.check()
+    except (SettingsError, symbols.Changed) as error:
+        raise SystemExit(f"stitch: {error} (the plugin is for SGLang {symbols.RELEASE})") from None
+    _register_hooks(settings)
+
+
+def _register_hooks(settings: Settings | None) -> None:
+    """``settings`` is None where only the flags say what is wanted, in the process that will parse them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from . import messages, openai, scheduler
+
+    messages.register()
+    hooks = {
+        symbols.ADD_FLAGS: (lambda result, parser: add_flags(parser), HookType.AFTER),
+        symbols.PARSED: (after_from_cli_args, HookType.AFTER),
+        symbols.LAUNCH: (before_launch_subprocesses, HookType.BEFORE),
+        symbols.SERVE: (before_setup_and_run_http_server, HookType.BEFORE),
+        symbols.GENERATE: (around_generate_request, HookType.AROUND),
+        symbols.DISPATCHER: (scheduler.after_init_request_dispatcher, HookType.AFTER),
+        symbols.TAKE: (scheduler.before_handle_generate_request, HookType.BEFORE),
+    }
+    assert set(hooks) == set(symbols.HOOKED)
+    for symbol, (hook, kind) in hooks.items():
+        HookRegistry.register(symbol.target, hook, kind)
+    del openai
+
+
+def current_settings() -> Settings:
+    """The settings of a process that has parsed its flags. Ends it if they cannot be used."""
+    try:
+        settings = Settings.read(os.environ)
+    except SettingsError as error:
+        raise SystemExit(f"stitch: {error}") from None
+    if settings is None:
+        raise SystemExit(
+            "stitch: --stitch-* flags were given, but neither --stitch-store nor --stitch-receive"
+        )
+    return settings
+
+
+def after_from_cli_args(result: Any, cls: Any, args: Any) -> None:
+    """Flags become variables, which SGLang's other processes inherit."""
+    try:
+        export_flags(args)
+    except SettingsError as error:
+        raise SystemExit(f"stitch: {error}") from None
+
+
+def before_launch_subprocesses(*args: Any, **kwargs: Any) -> None:
+    """Refuse what is not covered before anything is loaded."""
+    from .refuse import NotCovered, refuse
+
+    current_settings()
+    server_args = kwargs["server_args"] if "server_args" in kwargs else args[1]
+    try:
+        refuse(server_args, os.environ)
+    except NotCovered as error:
+        raise SystemExit(f"stitch: not covered: {error}") from None
+
+
+def before_setup_and_run_http_server(
+    server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put the replica into the server that is about to start."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from .server import install
+
+    missing = [one.target for one in symbols.HOOKED if one.target not in HookRegistry._patched]
+    if missing:
+        raise SystemExit(f"stitch: SGLang did not apply the hook on {missing[0]}")
+    life = install(http_server.app, current_settings(), tokenizer_manager, server_args)
+    return (server_args, tokenizer_manager, *args), {**kwargs, "execute_warmup_func": life.warm_up}
+
+
+def around_generate_request(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Complete the versions of what the engine gives; see openai.py."""
+    from . import openai
+
+    return openai.around_generate_request(original, *args, keeps_kv=_keeps_kv(), **kwargs)
+
+
+@functools.cache
+def _keeps_kv() -> bool:
+    return current_settings().kv_mode == "in_place"

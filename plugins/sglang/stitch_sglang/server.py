@@ -1,0 +1,170 @@
+"""The replica inside SGLang's own HTTP server: gate and middleware before its app, reconciler beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from stitch_core.replica.admission import Gate
+from stitch_core.replica.asgi import App, Message, Receive, Scope, Send
+from stitch_core.replica.service import ReplicaFailed
+from stitch_core.versions import check_run_id
+
+from .openai import ChoiceVersions
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TMPFS = Path("/dev/shm")
+WARM_UP_SECONDS = 600.0
+
+
+class Mode(Protocol):
+    """Follower or receiver: what stands in front of SGLang's app, and what goes on beside it."""
+
+    gate: Gate
+
+    def wrap(self, app: App) -> App:
+        """The app as clients meet it."""
+        ...
+
+    async def live(self, stop: asyncio.Event) -> None:
+        """Go on until ``stop`` is set and requests have ended. Raises ReplicaFailed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Life:
+    """One replica from SGLang's startup to its end. ``mode`` acts once the server listens."""
+
+    def __init__(self, mode: Mode, manager: Any) -> None:
+        self.mode, self.manager = mode, manager
+        self.listening = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Called on the server's loop when SGLang's own startup is complete."""
+        self.loop = asyncio.get_running_loop()
+        self.manager.auto_create_handle_loop()
+        stop = asyncio.Event()
+        # In place of SGLang's handler, which does not leave rotation; ours ends by doing what it does.
+        self.loop.add_signal_handler(signal.SIGTERM, stop.set)
+        self._task = asyncio.create_task(self._live(stop))
+        self.listening.set()
+
+    async def end(self) -> None:
+        """SGLang's server shuts down."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.mode.close()
+
+    async def _live(self, stop: asyncio.Event) -> None:
+        try:
+            await self.mode.live(stop)
+        except ReplicaFailed as failure:
+            logger.critical("stitch: this replica must be replaced: %s", failure)
+            # As when a scheduler dies: SGLang's handler ends all its processes.
+            os.kill(os.getpid(), signal.SIGQUIT)
+        except Exception:
+            logger.exception("stitch: the replica cannot go on")
+            os.kill(os.getpid(), signal.SIGQUIT)
+        else:
+            self.manager.gracefully_exit = True
+
+    def warm_up(self, server_args: Any) -> bool:
+        """SGLang's warm-up, in its thread, below the gate, which is not open yet. Whether it succeeded."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+        from sglang.srt.utils.common import kill_process_tree
+
+        async def generate() -> None:
+            request = GenerateReqInput(
+                input_ids=[10, 11, 12], sampling_params={"temperature": 0, "max_new_tokens": 8}
+            )
+            async for _ in self.manager.generate_request(request, None):
+                pass
+
+        self.listening.wait()
+        assert self.loop is not None
+        try:
+            asyncio.run_coroutine_threadsafe(generate(), self.loop).result(WARM_UP_SECONDS)
+        except Exception:
+            logger.exception("stitch: the warm-up failed")
+            kill_process_tree(os.getpid())
+            return False
+        self.manager.server_status = ServerStatus.Up
+        return True
+
+
+class Front:
+    """The ASGI middleware that SGLang's app gets: between its authorization and everything else."""
+
+    def __init__(self, app: App, life: Life) -> None:
+        self._app, self._life = app, life
+        self._wrapped = life.mode.wrap(ChoiceVersions(app))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._wrapped(scope, receive, send)
+            return
+
+        async def started(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._life.start()
+            await send(message)
+
+        async def ending() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._life.end()
+            return message
+
+        await self._app(scope, ending, started)
+
+
+def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Life:
+    """Put the replica in front of SGLang's FastAPI ``app``, which has not started."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    from .follower import Follower
+
+    mode: Mode = Follower(settings, manager, server_args)
+    life = Life(mode, manager)
+    app.add_middleware(Front, life=life)
+
+    # Answered by the front; here only so that SGLang's --admin-api-key guards them.
+    async def answered_by_stitch() -> None:
+        raise RuntimeError("the front did not answer")
+
+    for path in ("/wake", "/pull_weights"):
+        app.post(path)(auth_level(AuthLevel.ADMIN_OPTIONAL)(answered_by_stitch))
+    return life
+
+
+def replica_id(settings: Settings) -> str:
+    """The replica's name."""
+    return check_run_id(settings.id or f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}")
+
+
+class Scratch:
+    """The host checkpoint's directory, removed at the end if nobody named one."""
+
+    def __init__(self, given: Path | None) -> None:
+        self._own = given is None
+        self.path = given or Path(tempfile.mkdtemp(prefix="stitch-", dir=TMPFS if TMPFS.is_dir() else None))
+
+    def close(self) -> None:
+        if self._own:
+            shutil.rmtree(self.path, ignore_errors=True)

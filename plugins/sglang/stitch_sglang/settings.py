@@ -1,0 +1,123 @@
+"""What the plugin is told, by flags of `sglang serve` or by variables; flags become variables.
+
+The variables reach SGLang's subprocesses. Without STITCH_STORE and STITCH_RECEIVE the plugin does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stitch_core.head import DEFAULT_CHANNEL
+from stitch_core.ports import KVMode
+from stitch_core.replica.reconciler import Follow
+from stitch_core.versions import check_run_id
+
+OPTIONS = {
+    "store": "follow a run in the store at this URL, such as file:/data/stitch",
+    "run": "follow this run",
+    "channel": f"follow this channel (default: {DEFAULT_CHANNEL})",
+    "receive": "no store: a stock trainer drives this replica by /pull_weights; the name of its runs",
+    "roots": "with receive: directories, joined by ':', in which its sources and local copies may lie",
+    "host_dir": "where the host checkpoint lives; a tmpfs where it fits (default: a temporary directory)",
+    "id": "this replica's name (default: host name and a random part)",
+    "address": "how others reach this replica (default: SGLang's host and port)",
+    "kv_mode": "in_place or retract: at an activation keep the KV of running requests, or compute it again",
+    "drain_all": "1: let all requests end before an activation",
+    "poll": "seconds between looks at the store (5)",
+    "pin_drain": "seconds that requests for an exact version may hold an activation up (60)",
+    "drain": "seconds that requests get after SIGTERM (60)",
+}
+"""Names, as --stitch-NAME and STITCH_NAME, and their help."""
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Follower if ``store`` is set, receiver if ``receive`` is. Times in seconds."""
+
+    store: str | None = None
+    run: str | None = None
+    channel: str | None = None
+    receive: str | None = None
+    roots: tuple[Path, ...] = ()
+    host_dir: Path | None = None
+    id: str | None = None
+    address: str | None = None
+    kv_mode: KVMode = "in_place"
+    drain_all: bool = False
+    poll: float = 5.0
+    pin_drain: float = 60.0
+    drain: float = 60.0
+
+    def follow(self) -> Follow:
+        """What to follow in the store."""
+        return Follow(run=self.run) if self.run else Follow(channel=self.channel or DEFAULT_CHANNEL)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Settings | None:
+        """The settings, None where Stitch is not asked for. Raises SettingsError."""
+        given = {name: environ.get(variable(name), "") for name in OPTIONS}
+        if not given["store"] and not given["receive"]:
+            return None
+        if given["store"] and given["receive"]:
+            raise SettingsError(
+                "STITCH_STORE and STITCH_RECEIVE exclude each other: follow a store or receive"
+            )
+        if given["run"] and given["channel"]:
+            raise SettingsError("STITCH_RUN and STITCH_CHANNEL exclude each other: follow a run or a channel")
+        if given["receive"] and not given["roots"]:
+            raise SettingsError("STITCH_RECEIVE needs STITCH_ROOTS: where a trainer's paths may lie")
+        return cls(**{name: _parse(name, text) for name, text in given.items() if text})
+
+
+def variable(name: str) -> str:
+    """The environment variable of an option."""
+    return f"STITCH_{name.upper()}"
+
+
+def asked_for(environ: Mapping[str, str], argv: Sequence[str]) -> bool:
+    """Whether Stitch is to do anything in this process; flags count before they are parsed."""
+    flagged = any(argument.startswith(("--stitch-store", "--stitch-receive")) for argument in argv)
+    return flagged or any(environ.get(variable(name)) for name in ("store", "receive"))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The --stitch-* flags."""
+    group = parser.add_argument_group("stitch")
+    for name, text in OPTIONS.items():
+        group.add_argument(f"--stitch-{name.replace('_', '-')}", metavar="VALUE", help=text)
+
+
+def export_flags(parsed: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Parsed flags as variables, over those that are set. Raises SettingsError."""
+    for name in OPTIONS:
+        value = getattr(parsed, f"stitch_{name}", None)
+        if value is not None:
+            environ[variable(name)] = value
+    Settings.read(environ)
+
+
+def _parse(name: str, text: str) -> Any:
+    kinds = {field.name: str(field.type) for field in fields(Settings)}
+    try:
+        if name in ("run", "id", "receive"):
+            return check_run_id(text)
+        if name == "kv_mode" and text not in ("in_place", "retract"):
+            raise ValueError("it is in_place or retract")
+        if name == "roots":
+            return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
+        if name == "host_dir":
+            return Path(os.path.abspath(text))
+        if kinds[name] == "float":
+            return float(text)
+        return {"0": False, "1": True}[text] if kinds[name] == "bool" else text
+    except (ValueError, KeyError) as error:
+        raise SettingsError(f"{variable(name)}={text!r} cannot be used: {error}") from error
