@@ -108,7 +108,8 @@ async def play(settings: Settings, view: View) -> Outcome:
             PolicyPublisher.start, settings.store_url, settings.run, settings.boot, scratch / "deltas",
             producer={"recipe": "local", "seed": settings.seed},
         )  # fmt: skip
-        view.say("starting the gateway and two replicas")
+        view.say(f"starting the gateway and two replicas, whose host checkpoints are in {scratch}")
+        view.say(f"kill any of them, if you like: their process ids are in {logs}")
         url, *_ = await asyncio.gather(
             fleet.start_gateway(), fleet.start_replica("in_place"), fleet.start_replica("retract")
         )

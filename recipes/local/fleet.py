@@ -87,7 +87,7 @@ class Fleet:
         """A new replica, once it serves the run. ``program`` and ``engine`` are for the negative control."""
         if not name:
             name, self._started = f"r{self._started}", self._started + 1
-            self._note(f"{name} ({kv_mode}) is started", f"{name} starts")
+            self._note(f"{name} ({kv_mode}) is started")
         self.kv_modes[name] = kv_mode
         s = self.settings
         options = [f"--engine-opt={key}={value}" for key, value in s.engine_options().items()]
@@ -116,6 +116,7 @@ class Fleet:
                 stdout=asyncio.subprocess.PIPE, stderr=errors, env=environment, start_new_session=True,
             )  # fmt: skip
         self._guard.watch(process.pid)
+        log.with_suffix(".pid").write_text(f"{process.pid}\n", encoding="utf-8")
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -139,7 +140,8 @@ class Fleet:
                         if response.status == 200:
                             child.served = True
                             seconds = time.monotonic() - began
-                            self._note(f"{child.name} serves, {seconds:.1f} s after it listened")
+                            text = f"{child.name} serves, {seconds:.1f} s after it listened"
+                            self._note(text, f"{child.name} serves")
                             return
                         why = str((await response.json())["why_not_ready"])
                 except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):

@@ -23,11 +23,11 @@ class Settings:
     seed: int
     steps: int
     out: Path
-    groups: int = 24
+    groups: int = 20
     group_size: int = 8
     lag: int = 4
     max_staleness: int = 8
-    in_flight: int = 64
+    in_flight: int = 50
     pace: float = 0.1
     poll: float = 0.5
     max_len: int = 32
