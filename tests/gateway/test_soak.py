@@ -1,0 +1,178 @@
+"""Promise 1 under load: versions move, engines die and come back, clients leave, and no label is ever wrong.
+
+The fake engine's tokens are a hash of the weights that sampled them and computed their keys and values, so
+each answer can be checked against its own report.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from stitch_core.checkpoint import Checkpoint
+from stitch_core.files import PosixFiles
+from stitch_core.ports import SystemClock
+from stitch_core.replica.admission import Gate
+from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.server import listen, serve
+from stitch_core.testing.checkpoints import random_tensors, step, write_checkpoint
+from stitch_core.testing.fake_engine import FakeEngine
+from stitch_core.testing.fake_server import FakeServer, Manners
+from stitch_core.versions import PolicyVersion
+from stitch_gateway.app import run_gateway
+from stitch_gateway.pools import StaticPool
+
+VERSIONS = 5
+SECONDS = 6.0
+
+
+class Replica:
+    """A fake engine behind the middleware, led through the versions by a crude reconciler."""
+
+    def __init__(self, checkpoints: list[Path], seed: int) -> None:
+        self.checkpoints = checkpoints
+        self.rng = random.Random(seed)
+        self.gate = Gate(SystemClock(), hold=2.0)
+        self.engine = FakeEngine(checkpoints[0], step_seconds=0.002)
+        server = FakeServer(self.engine, Manners(kv_versions=True, split=50))
+        self.app = StitchMiddleware(
+            server, self.gate, status=dict, wake=lambda: None, mismatch=self.mismatch,
+            abort=self.engine.abort, grace=0.5,
+        )  # fmt: skip
+        self.listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def mismatch(self, reason: str) -> None:
+        self.gate.forget(reason)
+
+    async def live(self) -> None:
+        """Follow the versions; now and then the engine restarts, and nobody tells the gate at once."""
+        number = 0
+        while True:
+            if self.gate.serving is None:
+                await self.activate(number)
+            await asyncio.sleep(self.rng.uniform(0.05, 0.3))
+            if self.rng.random() < 0.15:
+                self.engine.restart()
+                await asyncio.sleep(0.02)
+                self.gate.forget("the engine was restarted")
+            elif number < VERSIONS - 1 and self.rng.random() < 0.4:
+                number += 1
+                await self.activate(number)
+
+    async def activate(self, number: int) -> None:
+        version = PolicyVersion("r", number)
+        await self.engine.prepare(self.checkpoints[number], list(self.engine._table))
+        if self.gate.serving is not None:
+            self.gate.leave_version()
+            now = SystemClock().monotonic()
+            revoked = await self.gate.drain(now + 0.1, pins_only=True)
+            for ticket in revoked:
+                await self.engine.abort(ticket.request_id)
+        self.gate.close("activating")
+        await self.engine.pause("in_place")
+        await self.engine.activate(str(version))
+        await self.engine.resume()
+        self.gate.open(version)
+
+
+def check(answer: dict[str, Any], prompt: bytes, states: list[str]) -> None:
+    """Recompute every token from what the report claims."""
+    meta, output = answer["meta_info"], answer["output_ids"]
+    claimed = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+    kv = [span["version"] for span in meta["kv_versions"] for _ in range(span["start"], span["end"])]
+    assert len(claimed) == len(output)
+    known = [*prompt, *output]
+    rows = [(token, states[version]) for token, version in zip(known, [*kv, *claimed], strict=False)]
+    for i, token in enumerate(output):
+        seen = repr((0, states[claimed[i]], rows[: len(prompt) + i]))
+        assert int.from_bytes(hashlib.sha256(seen.encode()).digest()[:2]) % 26 == token, (i, meta)
+
+
+async def client(
+    url: str, session: aiohttp.ClientSession, seed: int, states: list[str], seen: Counter[Any]
+) -> None:
+    rng = random.Random(seed)
+    while True:
+        prompt = rng.choice(["the same", "the same beginning", f"{rng.random()}"])
+        exact = rng.random() < 0.2
+        demand = (
+            {"exact_version": rng.randrange(VERSIONS)} if exact else {"min_version": rng.randrange(VERSIONS)}
+        )
+        stream = rng.random() < 0.5
+        body = {
+            "text": prompt, "stream": stream, "weight_version": demand,
+            "sampling_params": {"max_new_tokens": rng.choice([1, 5, 40, 120])},
+        }  # fmt: skip
+        timeout = aiohttp.ClientTimeout(total=rng.choice([0.05, None, None, None]))
+        try:
+            async with session.post(url + "/generate", json=body, timeout=timeout) as response:
+                data = await response.read()
+        except TimeoutError:
+            seen["left"] += 1
+            continue
+        if response.status != 200:
+            seen[response.status] += 1
+            continue
+        answer = last_event(data) if stream else json.loads(data)
+        if "error" in answer:
+            seen["cut stream"] += 1
+            continue
+        meta = answer["meta_info"]
+        check(answer, prompt.encode(), states)
+        if answer["output_ids"]:
+            assert meta["weight_version_start"] >= demand.get("min_version", 0)
+            if exact:
+                assert meta["weight_version_start"] == meta["weight_version_end"] == demand["exact_version"]
+        seen["ok"] += 1
+        seen["spans"] += meta["weight_version_start"] != meta["weight_version_end"]
+
+
+def last_event(data: bytes) -> Any:
+    events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event.strip()]
+    return json.loads(events[-2] if events[-1] == b"[DONE]" else events[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_answer_is_what_it_says(tmp_path: Path, seed: int) -> None:
+    generator, files = np.random.default_rng(seed), PosixFiles()
+    tensors, checkpoints = random_tensors(generator), []
+    for number in range(VERSIONS):
+        checkpoints.append(tmp_path / str(number))
+        write_checkpoint(checkpoints[-1], files, tensors)
+        tensors = step(generator, tensors, 0.05)
+    states = [Checkpoint.open(path, files).state() for path in checkpoints]
+    replicas = [Replica(checkpoints, seed * 10 + i) for i in range(3)]
+    seen: Counter[Any] = Counter()
+    stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    servers = [asyncio.ensure_future(serve(r.app, r.listener, stop, grace=1)) for r in replicas]
+    pool, options = StaticPool([r.url for r in replicas]), {"hold": 2.0, "poll": 0.05, "drain": 1.0}
+    running = run_gateway(pool, "127.0.0.1", 0, stop=stop, on_ready=port.set_result, **options)
+    gateway = asyncio.ensure_future(running)
+    url = f"http://127.0.0.1:{await port}"
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        work = [asyncio.ensure_future(replica.live()) for replica in replicas]
+        work += [asyncio.ensure_future(client(url, session, seed * 100 + i, states, seen)) for i in range(24)]
+        done, _ = await asyncio.wait(work, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        for task in done:
+            task.result()  # nobody ends but by a failed check
+    stop.set()
+    await asyncio.gather(gateway, *servers)
+    for replica in replicas:
+        replica.listener.close()
+        await replica.engine.close()
+        assert replica.gate.active == 0
+    assert seen["ok"] > 100
+    assert seen["spans"] > 0
+    assert not set(seen) - {"ok", "spans", "left", "cut stream", 409, 410, 503}
