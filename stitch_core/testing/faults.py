@@ -35,7 +35,9 @@ class FaultPlan:
     quiet_after: float = float("inf")
 
     latency: float = 0.02
-    """Mean seconds on the way to the store or the engine, and as much back."""
+    """Mean seconds on the way to the store, and as much back."""
+    near: float = 0.01
+    """Mean seconds on the way to a replica or to an engine."""
     slow: float = 0.0
     """Calls that take up to 50 times as long."""
     timeout: float = 20.0
@@ -75,6 +77,10 @@ class FaultPlan:
     """An activation stops somewhere in the middle."""
     engine_restart_every: float = 0.0
     """The engine process dies and comes back with its boot weights."""
+    engine_dies: float = 0.0
+    """It does so within a second of a call that is to change it."""
+    caller_dies: float = 0.0
+    """The process that called the engine dies within a second of such a call."""
 
     @classmethod
     def draw(cls, random: Random, quiet_after: float, names: Sequence[str] = ()) -> FaultPlan:
@@ -94,6 +100,7 @@ class FaultPlan:
         return cls(
             quiet_after=quiet_after,
             latency=random.choice([0.001, 0.02, 0.2, 1.0]),
+            near=random.choice([0.001, 0.05, 0.5]),
             slow=rate(0.2),
             timeout=random.choice([2.0, 20.0, 90.0]),
             store_lost=rate(0.3),
@@ -113,6 +120,8 @@ class FaultPlan:
             engine_refuses=rate(0.2),
             engine_uncertain=rate(0.1),
             engine_restart_every=every(30, 300),
+            engine_dies=rate(0.2),
+            caller_dies=rate(0.2),
         )
 
     def __str__(self) -> str:
@@ -159,8 +168,15 @@ class Faults:
         return rate > 0.0 and self.armed and not self.quiet and self.random.random() < rate
 
     def latency(self) -> float:
-        """Seconds for one way."""
-        seconds = self.random.expovariate(1.0 / self.plan.latency) if self.plan.latency else 0.0
+        """Seconds for one way to the store."""
+        return self._travel(self.plan.latency)
+
+    def near(self) -> float:
+        """Seconds for one way to a replica or an engine."""
+        return self._travel(self.plan.near)
+
+    def _travel(self, mean: float) -> float:
+        seconds = self.random.expovariate(1.0 / mean)
         if self.hit(self.plan.slow):
             seconds *= 50 * self.random.random()
         return seconds

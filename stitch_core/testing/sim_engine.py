@@ -79,7 +79,8 @@ class SimulatedEngine:
     """The engine's process and what survives it: nothing but the boot checkpoint directory ``boot``.
 
     It boots at once, and again ``boot_seconds`` after each death. ``step_seconds`` make one token for every
-    running request; ``copy_seconds`` copy one tensor.
+    running request; ``copy_seconds`` copy one tensor. ``on_call`` is told of every ``prepare``,
+    ``on_resume`` of every end of a pause.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class SimulatedEngine:
         self._machine = machine
         self._boot = boot
         self._copy_seconds = copy_seconds
-        self._boot_seconds = boot_seconds
+        self.boot_seconds = boot_seconds
         self._boots = 0
+        self.on_call: Callable[[SimulatedProcess, str, str], None] = lambda process, what, where: None
+        self.on_resume: Callable[[], None] = lambda: None
         self._start()
 
     # -------------------------------------------------------------------------------------- process
@@ -133,7 +136,7 @@ class SimulatedEngine:
             generation.end("lost")
         for answer, what in self.waiting.items():
             _answer(answer, None, _lost(what, sent=True))
-        self.loop.call_later(self._boot_seconds, self._start, context=OUTSIDE)
+        self.loop.call_later(self.boot_seconds, self._start, context=OUTSIDE)
 
     @property
     def state(self) -> str:
@@ -235,6 +238,7 @@ class SimulatedEngine:
         if self.faults.hit(self.faults.plan.engine_refuses):
             raise EngineRefused("cannot resume now")
         self.paused, self.pauser = False, None
+        self.on_resume()
         if self.running:
             self._work.set()
 
@@ -260,6 +264,7 @@ class SimulatedEngineClient:
         return await self._call("identity", identity, in_turn=False)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
+        self._engine.on_call(self._process, "prepare", str(checkpoint))
         await self._call("prepare", lambda: self._engine.prepare(checkpoint, changed))
 
     async def pause(self, mode: KVMode) -> None:
@@ -291,7 +296,7 @@ class SimulatedEngineClient:
                 except EngineError as raised:
                     result, error = None, raised
             if heard:
-                loop.call_later(faults.latency(), _answer, answer, result, error, context=OUTSIDE)
+                loop.call_later(faults.near(), _answer, answer, result, error, context=OUTSIDE)
 
         def arrive() -> None:
             if engine.process.dead:
@@ -300,9 +305,16 @@ class SimulatedEngineClient:
                 engine.waiting[answer] = what
                 engine.process.spawn(serve())
 
+        if in_turn:
+            for rate, victim in (
+                (faults.plan.engine_dies, engine.process),
+                (faults.plan.caller_dies, self._process),
+            ):
+                if faults.hit(rate):
+                    loop.call_later(faults.random.random(), victim.kill, context=OUTSIDE)
         if arrives:
             # Apart, since callbacks of one instant run in any order.
-            self._last_arrival = max(self._last_arrival + 1e-6, loop.time() + faults.latency())
+            self._last_arrival = max(self._last_arrival + 1e-6, loop.time() + faults.near())
             loop.call_at(self._last_arrival, arrive, context=OUTSIDE)
         if not heard:
             faults.trace.add(f"{self._process.name}: {what} is not answered by the engine")

@@ -32,7 +32,7 @@ def engine_app(engine: SimulatedEngine) -> App:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = json.loads((await receive())["body"])
-        await asyncio.sleep(engine.faults.latency())
+        await asyncio.sleep(engine.faults.near())
         generation = engine.submit(request["rid"], request["prompt"], request["max_new_tokens"])
         await _ended_or_disconnected(generation, receive)
         if generation.outcome is None:
@@ -42,7 +42,7 @@ def engine_app(engine: SimulatedEngine) -> App:
             return
         if generation.outcome == "lost":
             raise EngineGone(f"request {generation.request_id} was lost with its engine")
-        await asyncio.sleep(engine.faults.latency())
+        await asyncio.sleep(engine.faults.near())
         await send_json(send, 200, _answer(generation))
 
     return app

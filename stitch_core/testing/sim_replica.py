@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 from ..host_checkpoint import HostCheckpoint
 from ..ports import KVMode
 from ..replica.activation import ActivationSettings, ReplicaFailed
-from ..replica.admission import Gate
+from ..replica.admission import Gate, Ticket
 from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..versions import VersionConstraint
@@ -15,6 +16,25 @@ from .process import SimulatedProcess
 from .sim_engine import SimulatedEngine, SimulatedEngineClient
 from .sim_http import Response, call, engine_app
 from .sim_world import BOOT, DISK, RAM, World
+
+
+class _InOrder(set[Ticket]):
+    """A set that is walked in the order of insertion, not of addresses: a seed must replay exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: dict[Ticket, None] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        super().add(ticket)
+        self._order[ticket] = None
+
+    def discard(self, ticket: object) -> None:
+        super().discard(ticket)
+        self._order.pop(ticket, None)  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._order)
 
 
 class SimulatedReplica:
@@ -59,7 +79,8 @@ class SimulatedReplica:
         )  # fmt: skip
         self._host_root = (RAM if in_ram else DISK) / "host"
         self._starts = 0
-        world.engines.append(self.engine)
+        world.watch(self.engine)
+        self._activated_on = ""
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -95,6 +116,7 @@ class SimulatedReplica:
         files, clock = self.machine.files(process), world.clock()
         engine = SimulatedEngineClient(self.engine, process)
         gate = self.gate = Gate(clock)
+        gate._tickets = _InOrder()
         host = HostCheckpoint(self._host_root, files, nonce=world.nonce, batch_bytes=40)
         self.reconciler = reconciler = Reconciler(
             store=world.store(process), engine=engine, gate=gate, host=host, follow=self.follow, boot=BOOT,
@@ -102,7 +124,7 @@ class SimulatedReplica:
             activation=self.settings, poll=world.timing.poll,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
-        reconciler.on_update = lambda: world.trace.add(f"{process.name}: serves {gate.serving}")
+        reconciler.on_update = self._updated
         self.app = StitchMiddleware(
             engine_app(self.engine), gate, status=reconciler.status, wake=reconciler.wake,
             mismatch=self._mismatch, abort=engine.abort,
@@ -112,8 +134,15 @@ class SimulatedReplica:
             self.engine.process.on_death.append(process.kill)
         return process
 
+    def _updated(self) -> None:
+        assert self.gate is not None
+        self._activated_on = self.engine.instance
+        self.world.trace.add(f"{self.process.name}: serves {self.gate.serving}")
+
     def _mismatch(self, reason: str) -> None:
         self.world.trace.add(f"{self.process.name}: mismatch: {reason}")
+        if self._activated_on == self.engine.instance:
+            self.world.judge.broken("truth: nothing outlives what it may", f"{self.process.name}: {reason}")
         assert self.reconciler is not None
         self.reconciler.mismatch(reason)
 
@@ -129,7 +158,7 @@ class SimulatedReplica:
     ) -> Response | None:
         """One request over the network; None if the connection broke or the client left."""
         process, app = self.process, self.app
-        await asyncio.sleep(self.world.faults.latency())
+        await asyncio.sleep(self.world.faults.near())
         if process.dead or app is None:
             return None
         body = {

@@ -22,8 +22,8 @@ WORK = Path("/var/train")
 class SimulatedTrainer:
     """Trains until the head is at ``versions``, then stops; a supervisor starts it again when it dies.
 
-    ``full_rate``: how often it publishes a full where a delta would do. ``fenced`` is set when another
-    writer took the run: then it publishes nothing more.
+    ``full_rate``: how often it publishes a full where a delta would do. ``changes``: the tensors that a step
+    changes, all by default. ``fenced`` is set when another writer took the run: it publishes nothing more.
     """
 
     def __init__(self, world: World, name: str, run: str, *, versions: int, full_rate: float = 0.1) -> None:
@@ -32,6 +32,7 @@ class SimulatedTrainer:
         self.run = run
         self.versions = versions
         self.full_rate = full_rate
+        self.changes: list[str] | None = None
         self.fenced: Fenced | None = None
         self.machine: SimulatedMachine = world.machine(name)
         self.process: SimulatedProcess | None = None
@@ -85,14 +86,17 @@ class SimulatedTrainer:
         encoder = DeltaEncoder(weights)
         while publisher.head.number < self.versions:
             await asyncio.sleep(self.world.timing.train * self.world.random.uniform(0.2, 1.8))
-            weights = self.world.trained(weights)
+            weights = self.world.trained(weights, self.changes)
             number = publisher.reserve()
             try:
                 payload = self._encode(encoder, weights, files, number)
-                await publisher.publish(payload, number)
+                # Now and then a caller loses patience, at whatever point.
+                patience = self.world.random.choice((None, None, None, self.world.random.uniform(0, 30)))
+                async with asyncio.timeout(patience):
+                    await publisher.publish(payload, number)
             except (Fenced, OutcomeUnknown, ClaimRefused):
                 raise
-            except (PublishError, OSError) as error:
+            except (PublishError, OSError, TimeoutError) as error:
                 self.world.trace.add(f"{self.name}: {error}")
                 # What was not published is part of the next delta.
                 encoder.undo()

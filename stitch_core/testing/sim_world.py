@@ -17,7 +17,7 @@ from .checkpoints import random_tensors, step, table_of, write_checkpoint
 from .faults import FaultPlan, Faults
 from .loop import SimulatedLoop
 from .process import SimulatedClock, SimulatedProcess
-from .sim_engine import SimulatedEngine
+from .sim_engine import BOOT_LABEL, SimulatedEngine
 from .sim_files import SimulatedMachine
 from .sim_judge import Judge
 from .sim_store import SimulatedBucket
@@ -66,9 +66,9 @@ class World:
         self.boot = random_tensors(self._numpy, LAYOUT)
         self.weights: dict[str, Weights] = {}
         self.judge = Judge(self.bucket, self.know(self.boot))
-        self.engines: list[SimulatedEngine] = []
+        self._engines: list[SimulatedEngine] = []
         self._nonces = 0
-        self.bucket.on_call = self.works
+        self.bucket.on_call = self._works
 
     # ---------------------------------------------------------------------------------------- weights
 
@@ -92,7 +92,7 @@ class World:
     def machine(self, name: str) -> SimulatedMachine:
         """A new machine with the boot checkpoint on its disk."""
         machine = SimulatedMachine(name, self.faults, volatile=[RAM], page=PAGE)
-        machine.on_change = self.works
+        machine.on_change = self._works
         armed, self.faults.armed = self.faults.armed, False
         files: Files = machine.files(SimulatedProcess(self.loop, f"{name} setup"))
         write_checkpoint(BOOT, files, self.boot, shards=2)
@@ -115,8 +115,20 @@ class World:
         self._nonces += 1
         return f"{self._nonces:04d}{self.random.getrandbits(64):016x}"
 
-    def works(self, process: SimulatedProcess, what: str, where: object) -> None:
-        """``process`` calls the store or changes a file: not while it has its engine paused."""
-        for engine in self.engines:
+    def watch(self, engine: SimulatedEngine) -> None:
+        """Check what is done to an engine."""
+
+        def resumed() -> None:
+            right = {BOOT_LABEL: self.judge.boot_state}
+            right |= {str(version): manifest.state for version, manifest in self.judge.versions.items()}
+            if right.get(engine.label) != engine.state:
+                self.judge.broken("truth: an engine that goes on is whole", str(engine))
+
+        self._engines.append(engine)
+        engine.on_call, engine.on_resume = self._works, resumed
+
+    def _works(self, process: SimulatedProcess, what: str, where: object) -> None:
+        """``process`` calls the store, changes a file, prepares: not while it has its engine paused."""
+        for engine in self._engines:
             if engine.pauser is process:
                 self.judge.broken("short pause: nothing but the copy", f"{process.name}: {what} {where}")

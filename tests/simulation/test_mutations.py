@@ -1,0 +1,197 @@
+"""The simulator can fail: protocol code that is broken on purpose is caught, by the rule that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stitch_core import publisher
+from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.head import Head
+from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
+from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
+from stitch_core.publisher import Publisher
+from stitch_core.replica import activation
+from stitch_core.replica.activation import Activator
+from stitch_core.replica.admission import Gate
+from stitch_core.replica.report import Checker
+from stitch_core.testing import sim_replica
+from stitch_core.testing.sim_engine import SimulatedEngineClient
+from stitch_core.testing.sim_world import World
+from stitch_core.testing.simulation import run_seed
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def method(owner: Any, name: str) -> Callable[[Any], Patch]:
+    """A patch of ``owner.name`` by the decorated function."""
+    return lambda replacement: lambda monkeypatch: monkeypatch.setattr(owner, name, replacement)
+
+
+@method(activation, "changed_tensors")
+def relabels_without_copying(old: Any, new: Any) -> list[str]:
+    return []
+
+
+def copies_what_the_delta_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = Activator.prepare
+
+    async def broken(self: Activator, manifest: Any, table: Any, checkpoint: Any) -> Any:
+        names = manifest.representation.changed or list(table)
+        monkeypatch.setattr(activation, "changed_tensors", lambda old, new: list(names))
+        return await prepare(self, manifest, table, checkpoint)
+
+    monkeypatch.setattr(Activator, "prepare", broken)
+
+
+def goes_on_after_half_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    activate = SimulatedEngineClient.activate
+
+    async def broken(self: SimulatedEngineClient, label: str) -> None:
+        try:
+            await activate(self, label)
+        except EngineUncertain as error:
+            raise EngineRefused(str(error)) from error
+
+    monkeypatch.setattr(SimulatedEngineClient, "activate", broken)
+
+
+@method(Activator, "_resume")
+async def never_resumes(self: Activator) -> None:
+    raise EngineError("forgot")
+
+
+def prepares_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, activate = SimulatedEngineClient.prepare, SimulatedEngineClient.activate
+    later: dict[int, Any] = {}
+
+    async def nothing_yet(self: SimulatedEngineClient, *what: Any) -> None:
+        later[id(self)] = what
+
+    async def all_at_once(self: SimulatedEngineClient, label: str) -> None:
+        await prepare(self, *later[id(self)])
+        await activate(self, label)
+
+    monkeypatch.setattr(SimulatedEngineClient, "prepare", nothing_yet)
+    monkeypatch.setattr(SimulatedEngineClient, "activate", all_at_once)
+
+
+@method(Gate, "drain")
+async def never_drains(self: Gate, deadline: float, *, pins_only: bool) -> list[Any]:
+    return []
+
+
+def claims_the_admitted_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checker, "_version", lambda self, label: self.admitted)
+
+
+def keeps_the_kv_it_says_it_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause = SimulatedEngineClient.pause
+    monkeypatch.setattr(SimulatedEngineClient, "pause", lambda self, mode: pause(self, "in_place"))
+
+
+def trusts_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: HostCheckpoint, data: Any, marker: Any) -> None:
+        checkpoint = Checkpoint.open(data, self.files)
+        self._checkpoint = checkpoint
+        self._hold(checkpoint, checkpoint.table(), marker.target or marker.held)
+
+    monkeypatch.setattr(HostCheckpoint, "_prove", broken)
+
+
+def has_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sim_replica.Reconciler
+    monkeypatch.setattr(sim_replica, "Reconciler", lambda **options: real(**{**options, "poll": 1e8}))
+
+
+def swaps_before_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    monkeypatch.setattr(publisher, "upload", nothing)
+    monkeypatch.setattr(publisher, "verify", nothing)
+
+
+def takes_silence_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def once(store: Any, key: str, source: Any, *args: Any, **options: Any) -> None:
+        try:
+            await store.create(key, source)
+        except publisher.Unavailable:
+            return
+
+    async def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    monkeypatch.setattr(publisher, "upload", once)
+    monkeypatch.setattr(publisher, "verify", nothing)
+
+
+def moves_the_head_without_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Publisher, expected: Any, head: Head) -> str:
+        await self._store.replace(publisher.head_key(self.run), head.encode())
+        return "tag"
+
+    monkeypatch.setattr(Publisher, "_swap", broken)
+
+
+def claims_without_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed = Head.claimed
+
+    def broken(self: Head, writer: str, time: float) -> Head:
+        head = claimed(self, writer, time)
+        object.__setattr__(head, "epoch", self.epoch)
+        return head
+
+    monkeypatch.setattr(Head, "claimed", broken)
+
+
+def claims_with_an_old_nonce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "nonce", lambda self: "always the same")
+
+
+@method(DeltaEncoder, "undo")
+def keeps_the_base_of_a_failed_publish(self: DeltaEncoder) -> None:
+    pass
+
+
+WHOLE = "truth: an engine that goes on is whole"
+TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
+CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
+PAUSE = "short pause: nothing but the copy"
+ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "scenario", "rules"),
+    [
+        (relabels_without_copying, "anything", TRUTH | ARRIVES),
+        (copies_what_the_delta_names, "c32", TRUTH | ARRIVES),
+        (goes_on_after_half_a_copy, "anything", TRUTH),
+        (never_resumes, "anything", ARRIVES | {PAUSE}),
+        (prepares_in_the_pause, "anything", {PAUSE}),
+        (never_drains, "c03", TRUTH),
+        (never_drains, "c21", TRUTH),
+        (claims_the_admitted_version, "anything", TRUTH),
+        (keeps_the_kv_it_says_it_drops, "anything", {"truth: the KV"}),
+        (trusts_the_marker, "anything", TRUTH | ARRIVES),
+        (has_no_timer, "c17", ARRIVES | {"scenario: it goes on"}),
+        (swaps_before_the_upload, "anything", {"durable: every byte is there"}),
+        (takes_silence_for_success, "anything", {"durable: every byte is there"}),
+        (moves_the_head_without_a_condition, "anything", CHAIN),
+        (claims_without_an_epoch, "anything", {"truth: a claim changes nothing"}),
+        (claims_with_an_old_nonce, "c07", {"truth: a claim is new"}),
+        (keeps_the_base_of_a_failed_publish, "c05", ARRIVES | {"scenario: it goes on", "scenario: c05"}),
+    ],
+)
+def test_a_broken_protocol_is_caught(
+    mutation: Patch, scenario: str, rules: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    for seed in range(200):
+        report = run_seed(seed, scenario)
+        if report.error is not None:
+            assert report.rule in rules, str(report)
+            return
+    pytest.fail("not caught in 200 seeds")
