@@ -34,11 +34,11 @@ from .monitor import Monitor
 from .plot import draw
 from .policy import Policy, write_checkpoint
 from .report import Outcome, WarmUp
-from .rollout import GatewayClient, RequestFailed, Rollouts
+from .rollout import GatewayClient, NoRollouts, RequestFailed, Rollouts
 from .settings import Settings
 from .trainer import Trainer
 from .trajectory import TrajectoryFile
-from .view import View
+from .view import Board, View
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ JOIN, KILL, DRAIN = 0.35, 0.55, 0.75
 CONTROL_REQUESTS = 8
 TMPFS, TMPFS_BYTES = Path("/dev/shm"), 256 << 20
 
-FAILURES = (FleetError, PublishError, StoreError, ProofError, RequestFailed, TimeoutError)
+FAILURES = (FleetError, NoRollouts, RequestFailed, PublishError, StoreError, ProofError)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("proving every trajectory from the store alone", flush=True)
         proof = prove(settings.out)
     except FAILURES as error:
-        print(f"the demo failed: {error or type(error).__name__}; its logs: {settings.out}", file=sys.stderr)
+        print(f"the demo failed: {error}; its logs are in {settings.out}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
@@ -117,8 +117,8 @@ async def play(settings: Settings, view: View) -> Outcome:
             rollouts = Rollouts(client, settings, file.write)
             trainer = Trainer(Grpo(policy), rollouts, publisher, settings)
             monitor, timeline = Monitor(fleet), Timeline(fleet, settings.steps)
-            view.show(settings, trainer, rollouts, monitor, fleet)
-            await _beside(trainer.run(timeline.step_done), rollouts.run(), monitor.run(), view.run())
+            watching = view.watch(Board(settings, trainer, rollouts, monitor, fleet))
+            await _beside(trainer.run(timeline.step_done), rollouts.run(), monitor.run(), watching)
         await timeline.finished()
         view.say("asking a replica that relabels without copying: the negative control")
         await fleet.retire()
@@ -178,11 +178,11 @@ class Timeline:
 
 async def _ask_faulty(fleet: Fleet, settings: Settings, head: int, file: TrajectoryFile) -> None:
     """Record what a lying replica answers, asked directly: it never was part of the fleet."""
-    child = await fleet.start_replica(
-        "in_place", name="faulty", program=("-m", "recipes.local.faulty"), engine="faulty"
+    url = await fleet.start_named(
+        "faulty", "in_place", program=("-m", "recipes.local.faulty"), engine="faulty"
     )
     rng = random.Random(settings.seed)
-    async with GatewayClient(child.url, settings, lambda: head, fleet.kv_modes.__getitem__) as client:
+    async with GatewayClient(url, settings, lambda: head, fleet.kv_modes.__getitem__) as client:
         prompts = [task.draw_prompt(rng) for _ in range(CONTROL_REQUESTS)]
         for group in await asyncio.gather(*(client.group(prompt, control="faulty") for prompt in prompts)):
             file.write(group)

@@ -21,7 +21,7 @@ import aiohttp
 from .guard import Guard
 from .settings import Settings
 
-START_SECONDS = 60.0
+START_SECONDS, START_ATTEMPTS = 60.0, 3
 DRAIN_SECONDS = 30.0
 CLI = ("-m", "stitch_core.cli")
 
@@ -81,13 +81,23 @@ class Fleet:
         self.gateway = child
         return child.url
 
-    async def start_replica(
-        self, kv_mode: str, *, name: str = "", program: Sequence[str] = CLI, engine: str = "embedded"
-    ) -> Child:
-        """A new replica, once it serves the run. ``program`` and ``engine`` are for the negative control."""
-        if not name:
+    async def start_replica(self, kv_mode: str) -> None:
+        """A new replica, once it serves the run. One that dies before it does is replaced as well."""
+        for left in reversed(range(START_ATTEMPTS)):
             name, self._started = f"r{self._started}", self._started + 1
             self._note(f"{name} ({kv_mode}) is started")
+            try:
+                await self.start_named(name, kv_mode)
+                return
+            except FleetError as error:
+                if not left:
+                    raise
+                self._note(str(error))
+
+    async def start_named(
+        self, name: str, kv_mode: str, *, program: Sequence[str] = CLI, engine: str = "embedded"
+    ) -> str:
+        """The URL of a replica that serves the run; ``program`` and ``engine`` may be a faulty one's."""
         self.kv_modes[name] = kv_mode
         s = self.settings
         options = [f"--engine-opt={key}={value}" for key, value in s.engine_options().items()]
@@ -100,7 +110,7 @@ class Fleet:
         child.kv_mode = kv_mode
         self.replicas[name] = child
         await self._until_ready(child)
-        return child
+        return child.url
 
     async def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         log = self.logs / f"{name}.log"

@@ -31,6 +31,10 @@ class RequestFailed(Exception):
     """A request was refused for good, or its deadline passed."""
 
 
+class NoRollouts(Exception):
+    """Too few groups came in time to train on; the message says what came instead."""
+
+
 class GatewayClient:
     """Asks for one group at a time, until it is there. Use it within ``async with``."""
 
@@ -64,7 +68,8 @@ class GatewayClient:
                 ) as response:
                     text = await response.text()
                     if response.status == 200:
-                        return self._read(prompt, json.loads(text), response.headers[HEADER_REPLICA], control)
+                        replica = response.headers.get(HEADER_REPLICA, "")
+                        return self._read(prompt, json.loads(text), replica, control)
                     reason = _refusal(response.status, text)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = type(error).__name__
@@ -82,8 +87,10 @@ class GatewayClient:
                 pass
 
     def _read(self, prompt: list[int], answers: Any, replica: str, control: str | None) -> Group:
-        kv_mode = self._kv_mode_of(replica)
-        answers = answers if isinstance(answers, list) else [answers]
+        try:
+            kv_mode = self._kv_mode_of(replica)
+        except KeyError:
+            raise RequestFailed(f"an answer of replica {replica!r}, which was never started") from None
         return [Trajectory.of(prompt, a, replica=replica, kv_mode=kv_mode, control=control) for a in answers]
 
 
@@ -112,19 +119,24 @@ class Rollouts:
     async def batch(self, *, oldest: int, timeout: float) -> list[Group]:
         """A batch of groups of version ``oldest`` or newer; those with an older token are dropped.
 
-        Raises TimeoutError.
+        Raises NoRollouts after ``timeout`` seconds.
         """
-        async with asyncio.timeout(timeout):
-            while True:
-                fresh = [g for g in self._waiting if min(t.oldest for t in g) >= oldest]
-                self.dropped += len(self._waiting) - len(fresh)
-                batch, rest = fresh[: self._settings.groups], fresh[self._settings.groups :]
-                if len(batch) == self._settings.groups:
-                    self._waiting = deque(rest)
-                    return batch
-                self._waiting = deque(fresh)
-                self._arrived.clear()
-                await self._arrived.wait()
+        size = self._settings.groups
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    fresh = [group for group in self._waiting if min(t.oldest for t in group) >= oldest]
+                    self.dropped += len(self._waiting) - len(fresh)
+                    self._waiting = deque(fresh)
+                    if len(fresh) >= size:
+                        return [self._waiting.popleft() for _ in range(size)]
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        except TimeoutError:
+            seen = f"retried {dict(self.client.retries)}, failed {self.failures[-1:]}"
+            raise NoRollouts(
+                f"{len(self._waiting)} of {size} groups in {timeout:g} s; requests so far: {seen}"
+            ) from None
 
     async def _keep_asking(self) -> None:
         while True:
@@ -132,6 +144,7 @@ class Rollouts:
                 group = await self.client.group(task.draw_prompt(self._rng))
             except RequestFailed as failure:
                 self.failures.append(str(failure))
+                await asyncio.sleep(MAX_BACKOFF)
                 continue
             self.finished += 1
             self._on_group(group)

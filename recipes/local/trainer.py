@@ -71,7 +71,7 @@ class Trainer:
     async def run(self, on_step: Callable[[int], None]) -> None:
         """All steps; ``on_step`` is told the number of each one that is done.
 
-        Raises TimeoutError when no batch comes, PublishError when the run was claimed by another trainer.
+        Raises NoRollouts when no batch comes, PublishError when another trainer has claimed the run.
         """
         self.began = time.time()
         for step in range(1, self._settings.steps + 1):

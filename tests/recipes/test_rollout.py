@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from recipes.local import rollout, task
-from recipes.local.rollout import GatewayClient, RequestFailed, Rollouts
+from recipes.local.rollout import GatewayClient, NoRollouts, RequestFailed, Rollouts
 from recipes.local.settings import Settings
 
 SETTINGS = Settings(seed=0, steps=10, out=Path("unused"), groups=2, group_size=2, in_flight=4)
@@ -105,7 +105,7 @@ async def test_waiting_has_an_end(
     with pytest.raises(RequestFailed, match="EngineUnavailable"):
         await client.group(PROMPT)
     rollouts = Rollouts(client, SETTINGS, lambda group: None)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(NoRollouts, match="0 of 2 groups"):
         await rollouts.batch(oldest=0, timeout=0.01)
 
 
