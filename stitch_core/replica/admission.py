@@ -7,6 +7,7 @@ middleware admits and releases, the reconciler closes, drains and opens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,12 +113,7 @@ class Gate:
             # Before the first version is served nobody knows how long it takes: others should try elsewhere.
             if self.serving is None or left <= 0:
                 return refusal or unavailable(self._why_closed)
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self._change(left)
 
     def _judge(self, constraint: VersionConstraint) -> Refusal | None:
         serving = self.serving
@@ -211,12 +207,7 @@ class Gate:
                         run=ticket.admitted.run, applied=ticket.admitted.number,
                     ))  # fmt: skip
                 return left
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(remaining):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self._change(remaining)
         return []
 
     async def wait_gone(self, tickets: list[Ticket], seconds: float) -> bool:
@@ -226,16 +217,18 @@ class Gate:
             remaining = deadline - self._clock.monotonic()
             if remaining <= 0:
                 return False
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(remaining):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self._change(remaining)
         return True
 
     def _notify(self) -> None:
         self._changed.set()
+
+    async def _change(self, seconds: float) -> None:
+        """Wait for the next notice, so long at most; no await may stand between a look and this."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
 
 def _revoke(ticket: Ticket, refusal: Refusal) -> None:

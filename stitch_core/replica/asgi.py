@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
+from ..requests import Refused
 from ..versions import Refusal, malformed
 
 Scope = MutableMapping[str, Any]
@@ -19,14 +20,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
-
-
-class Refused(Exception):
-    """The request is answered with ``refusal``."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
 
 
 class Disconnected(Exception):
@@ -97,17 +90,6 @@ def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
         if stream.eof or len(plain) > limit:
             return plain
     raise Refused(malformed(f"the request body is not valid {encoding}"))
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request body; Refused (400) if there is none."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(malformed(f"the request body is not JSON: {error}")) from None
-    if not isinstance(value, dict):
-        raise Refused(malformed(f"the request body must be a JSON object, not {type(value).__name__}"))
-    return value
 
 
 def encode_json(value: Any) -> bytes:

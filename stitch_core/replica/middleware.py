@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..requests import Refused, json_object
 from ..versions import (
     HEADER_EXACT,
     HEADER_MIN,
@@ -27,14 +28,12 @@ from .asgi import (
     Disconnected,
     Message,
     Receive,
-    Refused,
     Scope,
     Send,
     call_for_json,
     clean_path,
     encode_json,
     header_map,
-    json_object,
     read_body,
     send_json,
     send_refusal,

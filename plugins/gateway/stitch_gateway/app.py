@@ -16,10 +16,11 @@ from aiohttp import web
 from stitch_core.ports import Pool
 from stitch_core.replica.routes import BLOCKED
 from stitch_core.replica.server import listen
+from stitch_core.requests import Refused, json_object
 from stitch_core.versions import Refusal, check_run_id, unavailable
 
 from .attempt import FAILURES, Attempt
-from .call import Refused, parse_call, parse_object
+from .call import parse_call
 from .dispatch import Dispatcher
 from .fleet import Fleet
 from .routing import Replica
@@ -99,7 +100,7 @@ class Gateway:
         raise Refused(unavailable("no replica answers", retry="here"))
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = parse_object(await request.read())
+        body = json_object(await request.read())
         rid = body.get("rid")
         if body.get("abort_all") or not isinstance(rid, str) or not rid:
             message = "abort_request needs the rid of one request: abort_all would reach everybody's"

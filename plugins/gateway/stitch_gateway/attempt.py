@@ -11,9 +11,10 @@ import aiohttp
 from aiohttp import web
 
 from stitch_core.replica.sse import Splitter, with_data
+from stitch_core.requests import Refused
 from stitch_core.versions import HEADER_ADMITTED, HEADER_REPLICA, HEADER_RUN, Refusal, unavailable
 
-from .call import Call, Refused
+from .call import Call
 from .fleet import Fleet, admitted_version
 from .routing import Replica
 

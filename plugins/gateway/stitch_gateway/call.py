@@ -7,9 +7,9 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from stitch_core.versions import Refusal, VersionConstraint, VersionError, malformed
+from stitch_core.requests import Refused, json_object
+from stitch_core.versions import VersionConstraint, VersionError, malformed
 
 # Hop by hop, or no longer true of the body that is sent on.
 _DROPPED = frozenset(
@@ -32,14 +32,6 @@ _DROPPED = frozenset(
 )
 
 
-class Refused(Exception):
-    """The gateway itself answers with ``refusal``."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
-
-
 @dataclass(eq=False)
 class Call:
     """``constraint`` travels in the body; ``aborted`` is set by an abort_request for one of ``ids``."""
@@ -52,20 +44,9 @@ class Call:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body; Refused (400) if there is none."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(malformed(f"the request body is not JSON: {error}")) from None
-    if not isinstance(value, dict):
-        raise Refused(malformed(f"the request body must be a JSON object, not {type(value).__name__}"))
-    return value
-
-
 def parse_call(path: str, body: bytes, headers: Mapping[str, str], default_run: str | None) -> Call:
     """Read a generating request; ``headers`` have lower-case names. Raises Refused (400)."""
-    value = parse_object(body)
+    value = json_object(body)
     try:
         constraint = VersionConstraint.parse(value.pop("weight_version", None), headers)
     except VersionError as error:

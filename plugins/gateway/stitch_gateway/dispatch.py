@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from stitch_core.requests import Refused
 from stitch_core.versions import Refusal, VersionConstraint, gone, not_ready, unavailable
 
 from .attempt import Again, Attempt
-from .call import Call, Refused
+from .call import Call
 from .fleet import Fleet
 from .routing import Replica, choose
 
