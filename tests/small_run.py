@@ -97,13 +97,13 @@ class Trainer:
 
     def delta(self, number: int, *, base_number: int = 0) -> Payload:
         """The next version as a delta against the encoder's base."""
-        directory = self.root / f"delta-{next(self._counter)}"
+        directory = self.root / f"{self.run}-delta-{next(self._counter)}"
         encoded = self.encoder.encode(self.learn(), directory, FILES, number=number, base_number=base_number)
         return as_payload(encoded, directory)
 
     def full(self) -> Payload:
         """The next version as a full checkpoint."""
-        directory = self.root / f"full-{next(self._counter)}"
+        directory = self.root / f"{self.run}-full-{next(self._counter)}"
         write_checkpoint(directory, FILES, self.learn(), 2)
         self.encoder = DeltaEncoder(self.tensors)
         names = tuple(FILES.list(directory))

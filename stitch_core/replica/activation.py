@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..manifest import Manifest
-from ..ports import Clock, Engine, EngineError, EngineUncertain, KVMode
+from ..ports import Clock, Engine, EngineError, EngineRefused, KVMode
 from ..state import TensorTable, changed_tensors, layout_difference
 from ..versions import PolicyVersion
-from .admission import Gate
+from .admission import Gate, Ticket
 
 T = TypeVar("T")
 BOOT_LABEL = "default"
@@ -67,6 +67,7 @@ class Activator:
         self._table: TensorTable | None = None
         self._instance: str | None = None
         self._label = BOOT_LABEL
+        self._revoked: list[Ticket] = []
 
     async def know(self, boot_table: Callable[[], Awaitable[TensorTable]]) -> bool:
         """Be sure what the engine holds; True if it has to catch up, having restarted or never begun.
@@ -98,24 +99,33 @@ class Activator:
         if difference is not None:
             raise CannotFollow(f"{manifest.version} does not fit the engine's checkpoint: {difference}")
         changed = list(table) if self._table is None else changed_tensors(self._table, table)
+        instance = self._instance
         await self._bounded(self._engine.prepare(checkpoint, changed), self._settings.activate_timeout)
+        identity = await self._bounded(self._engine.identity())
+        if identity.instance != instance:
+            self.doubt(f"it was restarted while it prepared {manifest.version}")
+        self._check_doubt(instance)
         return Prepared(manifest, table, changed)
 
     async def activate(self, prepared: Prepared) -> tuple[float, float]:
         """Make way, pause, copy, resume; the seconds that draining took, and the pause.
 
-        EngineError and CannotFollow: nothing changed and the old version is served again. Raises
-        ReplicaFailed when the weights are uncertain.
+        After any other failure than ReplicaFailed, which says that the weights are uncertain, nothing has
+        changed and the old version is served again.
         """
-        version, serving = prepared.manifest.version, self._gate.serving
+        version, serving, instance = prepared.manifest.version, self._gate.serving, self._instance
         began = self._clock.monotonic()
         try:
             if serving is not None:
                 await self._make_way(serving, version)
+            self._check_doubt(instance)
             self._gate.close(f"version {version.number} is being activated")
             drained = self._clock.monotonic()
-            await self._copy(str(version))
-        except (EngineError, CannotFollow):
+            await self._copy(str(version), instance)
+            self._check_doubt(instance)
+        except ReplicaFailed:
+            raise
+        except Exception:
             if serving is not None and self._gate.serving == serving:
                 self._gate.open(serving)
             raise
@@ -123,9 +133,15 @@ class Activator:
         self._gate.open(version)
         return drained - began, self._clock.monotonic() - drained
 
+    def _check_doubt(self, instance: str | None) -> None:
+        """What was prepared fits the weights that this instance of the engine had then, and no others."""
+        if instance is None or self._instance != instance:
+            raise EngineError("the engine was doubted or restarted meanwhile: it is looked at again")
+
     async def _make_way(self, serving: PolicyVersion, version: PolicyVersion) -> None:
         """Let go those requests that must not live through the activation, up to the drain deadline."""
-        switch = serving.run != version.run
+        # A response says that its versions go up, and a request may have demanded a minimum.
+        switch = serving.run != version.run or version < serving
         everything = switch or self._settings.drain_all
         deadline = self._clock.monotonic()
         if everything:
@@ -135,35 +151,64 @@ class Activator:
             self._gate.leave_version()
             deadline += self._settings.pin_drain
         revoked = await self._gate.drain(deadline, pins_only=not everything)
-        for ticket in revoked:
-            with contextlib.suppress(EngineError):
-                await self._bounded(self._engine.abort(ticket.request_id))
-        if revoked and not await self._gate.wait_gone(revoked, self._settings.abort_grace) and switch:
+        self._revoked += revoked
+        await asyncio.gather(*(self._abort(ticket) for ticket in revoked))
+        if self._revoked and await self._gate.wait_gone(self._revoked, self._settings.abort_grace):
+            self._revoked.clear()
+        if self._revoked and switch:
             raise CannotFollow(
-                f"{len(revoked)} requests of run {serving.run} do not end: no switch to {version}"
+                f"{len(self._revoked)} requests of run {serving.run} do not end: no switch to {version}"
             )
 
-    async def _copy(self, label: str) -> None:
+    async def _abort(self, ticket: Ticket) -> None:
+        with contextlib.suppress(EngineError):
+            await self._bounded(self._engine.abort(ticket.request_id))
+
+    async def _copy(self, label: str, instance: str | None) -> None:
         try:
             await self._bounded(self._engine.pause(self._settings.kv_mode))
-            async with asyncio.timeout(self._settings.activate_timeout):
-                await self._engine.activate(label)
-        except EngineUncertain as error:
-            raise ReplicaFailed(f"activating {label} failed after it began: {error}") from error
-        except TimeoutError as error:
-            seconds = self._settings.activate_timeout
-            raise ReplicaFailed(f"activating {label} did not end in {seconds:g} s") from error
-        except EngineError:
+            await self._activate(label)
+        except ReplicaFailed:
+            raise
+        except Exception:
             await self._resume()
             raise
+        await self._insist(lambda: self._confirm(label, instance))
         await self._resume()
 
+    async def _confirm(self, label: str, instance: str | None) -> None:
+        """An engine that was started again meanwhile holds other weights than those that were prepared."""
+        identity = await self._bounded(self._engine.identity())
+        if (identity.instance, identity.label) != (instance, label):
+            raise ReplicaFailed(
+                f"the engine is not the one that {label} was prepared for, or says {identity.label}"
+            )
+
+    async def _activate(self, label: str) -> None:
+        """Raises EngineRefused, when nothing was copied; what else goes wrong leaves weights unknown."""
+        seconds = self._settings.activate_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self._engine.activate(label)
+        except EngineRefused:
+            raise
+        except TimeoutError as error:
+            raise ReplicaFailed(f"activating {label} did not end in {seconds:g} s") from error
+        except Exception as error:
+            raise ReplicaFailed(f"activating {label} failed after it began: {error}") from error
+
     async def _resume(self) -> None:
+        await self._insist(lambda: self._bounded(self._engine.resume()))
+
+    async def _insist(self, call: Callable[[], Awaitable[None]]) -> None:
+        """What must be done before the pause can end."""
         for attempt in range(3):
             try:
-                await self._bounded(self._engine.resume())
+                await call()
                 return
-            except EngineError as error:
+            except ReplicaFailed:
+                raise
+            except Exception as error:
                 if attempt == 2:
                     raise ReplicaFailed(f"the engine stays paused: {error}") from error
 
