@@ -80,9 +80,8 @@ class BytesEngine:
 
     async def activate(self, label: str) -> None:
         async with self._called("activate", label):
-            assert self.paused
-            if self._prepared is None:
-                raise EngineRefused("nothing was prepared")
+            if self._prepared is None or not self.paused:
+                raise EngineRefused("not paused, or nothing was prepared")
             for name, data in self._prepared.items():
                 self.tensors[name] = (*self.tensors[name][:2], data)
             self.label, self._prepared = label, None
