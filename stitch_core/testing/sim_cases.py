@@ -33,6 +33,8 @@ async def fleet(
     tasks += [asyncio.ensure_future(replica.supervise()) for replica in replicas]
     yield
     await all_is_well(world, trainers, replicas, tasks, run)
+    for task in tasks:
+        task.cancel()
 
 
 async def until(world: World, condition: Callable[[], bool], what: str, seconds: float = LONG) -> None:

@@ -347,10 +347,10 @@ class SimulatedFiles:
     def _find(self, path: Path, links: int = 0) -> _Node:
         """The file or directory at a path, links followed."""
         self._process.check()
-        if not path.is_absolute():
-            raise ValueError(f"{path} is not absolute")
         node: _Node = self._machine.root
         parts = path.parts
+        if not parts or parts[0] != "/":
+            raise ValueError(f"{path} is not absolute")
         for i, part in enumerate(parts[1:], 1):
             if not isinstance(node, _Directory):
                 raise _error(errno.ENOTDIR, path)

@@ -39,20 +39,36 @@ async def anything(world: World) -> None:
     point(world, "a")
     tasks = [start_later(world, part, 60.0 * (i > 0)) for i, part in enumerate(trainers)]
     tasks += [start_later(world, part, 120.0 * (i > 0)) for i, part in enumerate(replicas)]
-    tasks += [
-        asyncio.ensure_future(chaos(world, trainers, replicas)),
-        asyncio.ensure_future(traffic(world, replicas)),
-    ]
-    if switch:
-        world.loop.call_later(world.faults.plan.quiet_after * random.random(), point, world, "b")
+    tasks.append(asyncio.ensure_future(chaos(world, trainers, replicas)))
+    enough = asyncio.Event()
+    requests = asyncio.ensure_future(traffic(world, replicas, enough))
+    tasks.append(asyncio.ensure_future(operate(world, "b" if switch else "a")))
     await asyncio.sleep(world.faults.plan.quiet_after)
-    await all_is_well(world, trainers, replicas, tasks, "b" if switch else "a")
+    await all_is_well(world, trainers, replicas, [*tasks, requests], "b" if switch else "a")
+    enough.set()
+    if not (await asyncio.wait([requests], timeout=SETTLE))[0]:
+        world.judge.broken("independence: every request ends", world.loop.describe())
+    requests.result()
+    for task in tasks:
+        task.cancel()
 
 
-def point(world: World, run: str) -> None:
+async def operate(world: World, last: str) -> None:
+    """An operator moves the channel now and then, also down; in the end it names the newest of ``last``."""
+    random, judge = world.random, world.judge
+    for _ in range(random.choice((0, 0, 1, 3))):
+        await asyncio.sleep(world.faults.plan.quiet_after / 4 * random.random())
+        run = random.choice(list(judge.heads) or ["a"])
+        numbers = [version.number for version in judge.versions if version.run == run]
+        point(world, run, random.choice([None, *numbers]))
+    await asyncio.sleep(max(0.0, world.faults.plan.quiet_after * random.random() - world.loop.time()))
+    point(world, last)
+
+
+def point(world: World, run: str, exact: int | None = None) -> None:
     """An operator moves the channel."""
-    world.trace.add(f"operator: channel latest -> {run}")
-    world.bucket.put(channel_key("latest"), Channel(run).encode(), "operator")
+    world.trace.add(f"operator: channel latest -> {run} {'' if exact is None else exact}")
+    world.bucket.put(channel_key("latest"), Channel(run, exact).encode(), "operator")
 
 
 def start_later(world: World, part: SimulatedTrainer | SimulatedReplica, most: float) -> asyncio.Future[None]:
@@ -104,11 +120,13 @@ async def chaos(
     )
 
 
-async def traffic(world: World, replicas: Sequence[SimulatedReplica], every: float = 6.0) -> None:
-    """Requests of all kinds for all replicas, until cancelled; each must get an answer."""
+async def traffic(
+    world: World, replicas: Sequence[SimulatedReplica], enough: asyncio.Event, every: float = 6.0
+) -> None:
+    """Requests of all kinds for all replicas until it is enough; returns when all have ended."""
     random, number = world.random, 0
     async with asyncio.TaskGroup() as group:
-        while True:
+        while not enough.is_set():
             await asyncio.sleep(random.expovariate(1 / every))
             number += 1
             group.create_task(request(world, random.choice(replicas), f"q{number}"))
@@ -120,13 +138,23 @@ async def request(world: World, replica: SimulatedReplica, request_id: str) -> N
     leave = asyncio.Event()
     if random.random() < 0.15:
         world.loop.call_later(random.uniform(0, 10), leave.set)
-    tokens = random.choice((1, 4, 20, 60))
-    began = world.loop.time()
-    await replica.ask(request_id, demand(world), tokens=tokens, leave=leave)
+    constraint, tokens = demand(world), random.choice((1, 4, 20, 60))
+    began, healthy = world.loop.time(), replica.health
+    response = await replica.ask(request_id, constraint, tokens=tokens, leave=leave)
     took = world.loop.time() - began
     # The gate holds for 10 s at most, a pause may come between any two tokens, and a process may stall.
     if took > 60 * world.timing.token + 900 + world.faults.plan.stall:
         world.judge.broken("independence: every request ends", f"{request_id} took {took:.0f} s")
+    if response is None or response.status == 200 or constraint or not calm(world):
+        return
+    if healthy is not None and healthy == replica.health and not replica.drains:
+        world.judge.broken("independence: it goes on serving", f"{replica.name} {request_id}: {response}")
+
+
+def calm(world: World) -> bool:
+    """Whether nothing happens to engines and processes, whatever happens to the store and the trainers."""
+    plan = world.faults.plan
+    return (plan.stall_every, plan.slow, plan.engine_silent, plan.engine_refuses) == (0, 0, 0, 0)
 
 
 def demand(world: World) -> VersionConstraint:
@@ -164,7 +192,8 @@ async def all_is_well(
             if task.done():
                 task.result()
         if world.loop.time() > deadline:
-            world.judge.broken("convergence: every live replica arrives", "; ".join(missing))
+            missing += [str(replica.reconciler and replica.reconciler.status()) for replica in replicas]
+            world.judge.broken("convergence: every live replica arrives", "\n".join(missing))
         await asyncio.sleep(2.0)
     newest = world.judge.newest(run)
     assert newest is not None
@@ -173,5 +202,3 @@ async def all_is_well(
         response = await replica.ask("last", constraint, tokens=2)
         if response is None or response.status != 200:
             world.judge.broken("convergence: it answers", f"{replica.name}: {response}")
-    for task in tasks:
-        task.cancel()

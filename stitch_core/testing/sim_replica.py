@@ -186,6 +186,17 @@ class SimulatedReplica:
     # ------------------------------------------------------------------------------------------ state
 
     @property
+    def health(self) -> tuple[str, str] | None:
+        """Which process and engine serve here, None if they do not now."""
+        serves = self.gate is not None and self.gate.ready and not self.process.dead
+        return (self.process.name, self.engine.instance) if serves else None
+
+    @property
+    def drains(self) -> bool:
+        """Whether a request without any demand may have to end before its time."""
+        return self.settings.drain_all or self.follow.channel is not None
+
+    @property
     def applied(self) -> int | None:
         """The version it serves now."""
         alive = self.gate is not None and not self.process.dead and self.gate.ready
@@ -199,7 +210,7 @@ class SimulatedReplica:
         if newest is None:
             return f"{self.name}: run {run} has no head"
         if not self.gate.ready or self.gate.serving != newest.version:
-            return f"{self.name} does not serve {newest.version}: {self.reconciler.status()}"
+            return f"{self.name} does not serve {newest.version}"
         engine = self.engine
         if engine.process.dead or engine.paused or (engine.label, engine.state) != (
             str(newest.version), newest.state

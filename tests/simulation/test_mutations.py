@@ -16,6 +16,7 @@ from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
 from stitch_core.replica.activation import Activator
 from stitch_core.replica.admission import Gate
+from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.report import Checker
 from stitch_core.testing import sim_replica
 from stitch_core.testing.sim_engine import SimulatedEngineClient
@@ -27,7 +28,15 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def method(owner: Any, name: str) -> Callable[[Any], Patch]:
     """A patch of ``owner.name`` by the decorated function."""
-    return lambda replacement: lambda monkeypatch: monkeypatch.setattr(owner, name, replacement)
+
+    def named(replacement: Any) -> Patch:
+        def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+            monkeypatch.setattr(owner, name, replacement)
+
+        patch.__name__ = replacement.__name__
+        return patch
+
+    return named
 
 
 @method(activation, "changed_tensors")
@@ -106,6 +115,16 @@ def has_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_replica, "Reconciler", lambda **options: real(**{**options, "poll": 1e8}))
 
 
+def stops_serving_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Reconciler._note
+
+    def broken(self: Reconciler, error: Exception) -> None:
+        note(self, error)
+        self.gate.close("the store does not answer")
+
+    monkeypatch.setattr(Reconciler, "_note", broken)
+
+
 def swaps_before_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*args: Any, **options: Any) -> None:
         return None
@@ -177,6 +196,8 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (keeps_the_kv_it_says_it_drops, "anything", {"truth: the KV"}),
         (trusts_the_marker, "anything", TRUTH | ARRIVES),
         (has_no_timer, "c17", ARRIVES | {"scenario: it goes on"}),
+        (stops_serving_without_a_store, "anything", ARRIVES | {"independence: it goes on serving"}),
+        (stops_serving_without_a_store, "c18", {"scenario: c18", "scenario: it goes on"}),
         (swaps_before_the_upload, "anything", {"durable: every byte is there"}),
         (takes_silence_for_success, "anything", {"durable: every byte is there"}),
         (moves_the_head_without_a_condition, "anything", CHAIN),
