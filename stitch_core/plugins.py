@@ -52,6 +52,8 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except ModuleNotFoundError as error:
         raise PluginMissing(f"{entry.name} needs {error.name}: install {_extra(entry.name)}") from error
+    except (ImportError, AttributeError) as error:
+        raise PluginMissing(f"{entry.name} is installed but cannot be loaded: {error}") from error
 
 
 def _extra(name: str) -> str:

@@ -44,11 +44,13 @@ def new_publisher(store: Store, run_id: str, command: str) -> Publisher:
 
 async def run(options: argparse.Namespace) -> int:
     check_run_id(options.run_id)
+    if options.channel is not None:
+        channel_key(options.channel)  # before anybody is fenced
     state = await asyncio.to_thread(lambda: Checkpoint.open(options.base, PosixFiles()).state())
     async with opened_store(options.store) as store:
         publisher = new_publisher(store, options.run_id, "claim")
         head = await publisher.claim(Boot(str(options.base), state))
-        if options.channel:
+        if options.channel is not None:
             await point_channel(store, options.channel, options.run_id)
         result = {
             "run": options.run_id, "epoch": publisher.epoch, "head": head.number, "state": head.state,

@@ -62,6 +62,37 @@ def absolute_path(text: str) -> Path:
     return Path(os.path.abspath(text))
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on, as an option."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def port(text: str) -> int:
+    """A TCP port, or 0 for any that is free, as an option."""
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise ValueError(text)
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time, as an option."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def interval(text: str) -> float:
+    """A time above 0, as an option."""
+    if seconds(text) == 0:
+        raise ValueError(text)
+    return float(text)
+
+
 @contextlib.asynccontextmanager
 async def opened_store(url: str) -> AsyncIterator[Store]:
     """The store at ``url``, every call bounded in time."""

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import plugins
+from ..chain import NoHead
 from ..checkpoint import CheckpointError
-from ..host_checkpoint import HostCheckpointError
+from ..host_checkpoint import HostCheckpointError, RepresentationInvalid
+from ..lineage import NoPlan
 from ..ports import EngineError, StoreError
 from ..publisher import PublishError
 from ..replica.activation import CannotFollow, ReplicaFailed
+from ..replica.staging import WrongBase
 from ..versions import VersionError
 from .common import Commands, UsageError, add_command
 
@@ -25,8 +28,8 @@ COMMANDS = ("replica", "publish", "claim", "status", "versions")
 PLUGINS = "stitch.commands"
 
 KNOWN_FAILURES = (
-    UsageError, CheckpointError, HostCheckpointError, StoreError, PublishError, VersionError, CannotFollow,
-    EngineError, ValueError, OSError,
+    UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
+    VersionError, NoHead, NoPlan, CannotFollow, WrongBase, EngineError, ValueError, OSError,
 )  # fmt: skip
 
 
@@ -69,8 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 141
     except ReplicaFailed as failure:
-        print(f"stitch {options.command}: {failure}", file=sys.stderr)
+        _complain(options.command, failure)
         return 1
     except KNOWN_FAILURES as failure:
-        print(f"stitch {options.command}: {failure or type(failure).__name__}", file=sys.stderr)
+        _complain(options.command, failure)
         return 2
+
+
+def _complain(command: str, failure: Exception) -> None:
+    """One line, whatever the message."""
+    text = " ".join(str(failure).split()) or type(failure).__name__
+    print(f"stitch {command}: {text}", file=sys.stderr, flush=True)

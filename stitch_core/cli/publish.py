@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ..ports import Store, SystemClock
 from ..publisher import Boot, Payload, Publisher
 from ..replica.staging import Stager
 from ..safetensors import Tensor
-from ..state import layout_difference
+from ..state import TensorTable, layout_difference, state_digest
 from ..versions import check_run_id
 from .claim import new_publisher
 from .common import (
@@ -68,19 +69,22 @@ async def run(options: argparse.Namespace) -> int:
     is_delta = _is_delta(directory, files)
     if is_delta and options.as_delta:
         raise UsageError(f"{options.directory} is a delta already: --as-delta is for full checkpoints")
-    boot = await asyncio.to_thread(Checkpoint.open, base, files)
+    boot = await asyncio.to_thread(lambda: Checkpoint.open(base, files).table())
+    # What is wrong with DIR is found before the writer of the run is fenced.
+    payload = None
+    if is_delta:
+        await asyncio.to_thread(DeltaDirectory.open, directory, files)
+    else:
+        payload = await asyncio.to_thread(_full, directory, boot, files, options.step)
     async with opened_store(options.store) as store:
         publisher = new_publisher(store, options.run_id, "publish")
-        head = await publisher.claim(Boot(str(options.base), await asyncio.to_thread(boot.state)))
+        head = await publisher.claim(Boot(str(options.base), state_digest(boot)))
         with scratch(options.work) as work:
-            if is_delta or options.as_delta:
+            if payload is None or options.as_delta:
                 say(f"rebuilding version {head.number} to prove the base")
-                host = await rebuild(store, head, base, work / "host", files)
                 prepare = _given_delta if is_delta else _new_delta
-                payload = await asyncio.to_thread(prepare, directory, host, work, publisher, options.step)
-                host.close()
-            else:
-                payload = await asyncio.to_thread(_full, directory, boot, files, options.step)
+                with contextlib.closing(await rebuild(store, head, base, work / "host", files)) as host:
+                    payload = await asyncio.to_thread(prepare, directory, host, work, publisher, options.step)
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
     r = manifest.representation
@@ -102,7 +106,11 @@ async def rebuild(
         store, ChainReader(store), host, base, files=files, clock=SystemClock(), rng=random.Random(),
         run_blocking=asyncio.to_thread, activity=lambda _: None,
     )  # fmt: skip
-    await stager.stage(manifest)
+    try:
+        await stager.stage(manifest)
+    except BaseException:
+        host.close()
+        raise
     return host
 
 
@@ -111,13 +119,17 @@ def _is_delta(directory: Path, files: PosixFiles) -> bool:
     return files.exists(index) and read_index(files.read(index), str(index)).kind == "delta"
 
 
-def _full(directory: Path, boot: Checkpoint, files: PosixFiles, step: int | None) -> Payload:
-    checkpoint = Checkpoint.open(directory, files)
-    difference = layout_difference(boot.table(), checkpoint.table())
+def _full(directory: Path, boot: TensorTable, files: PosixFiles, step: int | None) -> Payload:
+    table = Checkpoint.open(directory, files).table()
+    difference = layout_difference(boot, table)
     if difference is not None:
         raise UsageError(f"{directory} does not have the layout of version 0: {difference}")
-    names = tuple(name for name in files.list(directory) if (directory / name).is_file() and name[0] != ".")
-    return Payload("full", checkpoint.state(), directory, names, step=step)
+    return Payload("full", state_digest(table), directory, _names(directory), step=step)
+
+
+def _names(directory: Path) -> tuple[str, ...]:
+    """The files to publish: all but hidden ones and directories."""
+    return tuple(sorted(f.name for f in directory.iterdir() if f.is_file() and not f.name.startswith(".")))
 
 
 def _new_delta(
@@ -129,6 +141,7 @@ def _new_delta(
         name: Tensor(ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()
     }
     head = publisher.head.number
+    host.files.remove_tree(work / "delta")  # of an earlier run with the same --work
     delta = encoder.encode(tensors, work / "delta", host.files, number=head + 1, base_number=head)
     return Payload(
         "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed, step
@@ -140,7 +153,7 @@ def _given_delta(
 ) -> Payload:
     delta = DeltaDirectory.open(directory, host.files)
     changed, state = prove_delta(delta, Checkpoint.open(host.directory, host.files), host.table)
-    names = tuple(name for name in host.files.list(directory) if name[0] != ".")
     return Payload(
-        "delta", state, directory, names, publisher.head.state, delta.index.encoding, changed, step
-    )
+        "delta", state, directory, _names(directory), publisher.head.state, delta.index.encoding,
+        changed, step,
+    )  # fmt: skip

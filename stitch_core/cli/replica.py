@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from ..files import PosixFiles
-from ..head import DEFAULT_CHANNEL
+from ..head import DEFAULT_CHANNEL, channel_key
 from ..host_checkpoint import HostCheckpoint
 from ..ports import SystemClock
 from ..replica.activation import ActivationSettings
@@ -22,6 +22,7 @@ from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
 from ..replica.service import Announcer, live
+from ..threads import Threads
 from ..versions import check_run_id
 from .common import (
     Commands,
@@ -30,9 +31,12 @@ from .common import (
     add_command,
     add_store,
     emit,
+    interval,
     key_values,
     opened_store,
+    port,
     say,
+    seconds,
     stop_on_signals,
 )
 
@@ -47,7 +51,8 @@ def add_parser(commands: Commands) -> None:
         "--engine embedded runs a small engine in this process, for tests and the local demo. --engine\n"
         "http://127.0.0.1:30000 puts this replica as a sidecar in front of a stock SGLang server that was\n"
         "started on the same --base checkpoint; clients then talk to the sidecar only.\n\n"
-        "An empty store is waited for; /ready says why. SIGTERM leaves rotation, lets requests end, exits.",
+        "An empty store is waited for; stderr and /ready say why. SIGTERM leaves rotation, lets requests\n"
+        "end, and exits.",
     )  # fmt: skip
     add_store(parser)
     add_base(parser)
@@ -62,7 +67,7 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
-        "--port", type=int, default=30100, help="port to listen on; 0 takes a free one (30100)"
+        "--port", type=port, default=30100, help="port to listen on; 0 takes a free one (30100)"
     )
     parser.add_argument(
         "--address", metavar="URL", help="how others reach this replica, if not by host and port"
@@ -80,44 +85,63 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--drain-all", action="store_true", help="let all requests end before an activation")
     parser.add_argument(
-        "--poll", type=float, default=5.0, metavar="S", help="seconds between looks at the store (5)"
+        "--poll", type=interval, default=5.0, metavar="S", help="seconds between looks at the store (5)"
     )
     parser.add_argument(
-        "--pin-drain", type=float, default=60.0, metavar="S",
+        "--pin-drain", type=seconds, default=60.0, metavar="S",
         help="seconds that requests for an exact version may hold an activation up (60)",
     )  # fmt: skip
     parser.add_argument(
-        "--drain", type=float, default=60.0, metavar="S", help="seconds that requests get after SIGTERM (60)"
+        "--drain", type=seconds, default=60.0, metavar="S",
+        help="seconds that requests get after SIGTERM (60)",
     )  # fmt: skip
 
 
 async def run(options: argparse.Namespace) -> int:
-    replica_id = check_run_id(options.id or f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}")
-    follow = Follow(run=options.run_id and check_run_id(options.run_id)) if options.run_id else Follow(
-        channel=options.channel or DEFAULT_CHANNEL
-    )  # fmt: skip
+    replica_id = f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}" if options.id is None else options.id
+    check_run_id(replica_id)
+    follow = _follow(options)
     stop = stop_on_signals()
     temporary = None
     listener = listen(options.host, options.port)
+    # One thread, so that the host checkpoint is let go of after the last call that changes it.
+    blocking = Threads(1, "stitch-replica")
     try:
-        url = options.address or f"http://{options.host}:{listener.getsockname()[1]}"
-        base = options.base
-        opened = await open_engine(options.engine, base, key_values(options.engine_opt, "--engine-opt"))
+        opened = await open_engine(
+            options.engine, options.base, key_values(options.engine_opt, "--engine-opt")
+        )
         root = options.host_dir
         if root is None:
             root = temporary = scratch_root()
             say(f"the host checkpoint is in {root} and ends with this process; keep one with --host-dir")
         host = HostCheckpoint(root, PosixFiles())
         try:
-            await _serve(options, replica_id, follow, base, url, listener, opened, host, stop)
+            await _serve(options, replica_id, follow, listener, opened, host, blocking, stop)
         finally:
-            host.close()
             await opened.close()
+            await blocking(host.close)
     finally:
+        blocking.close()
         listener.close()
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return 0
+
+
+def _follow(options: argparse.Namespace) -> Follow:
+    if options.run_id is not None:
+        return Follow(run=check_run_id(options.run_id))
+    channel = DEFAULT_CHANNEL if options.channel is None else options.channel
+    channel_key(channel)
+    return Follow(channel=channel)
+
+
+def _url(options: argparse.Namespace, listener: socket.socket) -> str:
+    """How others reach this replica; an address that stands for all of this machine's is nobody's."""
+    if options.address is not None:
+        return str(options.address)
+    host = socket.gethostname() if options.host in ("", "0.0.0.0", "::") else options.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def scratch_root() -> Path:
@@ -129,20 +153,19 @@ async def _serve(
     options: argparse.Namespace,
     replica_id: str,
     follow: Follow,
-    base: Path,
-    url: str,
     listener: socket.socket,
     opened: OpenedEngine,
     host: HostCheckpoint,
+    blocking: Threads,
     stop: asyncio.Event,
 ) -> None:
     clock = SystemClock()
     gate = Gate(clock)
     async with opened_store(options.store) as store:
         reconciler = Reconciler(
-            store, opened.engine, gate, host, follow, base, PosixFiles(), clock, random.Random(),
-            asyncio.to_thread, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
-            poll=options.poll,
+            store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
+            blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
+            poll=options.poll, say=say,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(
@@ -150,6 +173,7 @@ async def _serve(
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
             cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
         )  # fmt: skip
+        url = _url(options, listener)
         announcer = Announcer(store, reconciler, replica_id, url)
         emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")
         await live(

@@ -8,9 +8,8 @@ import time
 from typing import Any
 
 from ..chain import ChainReader, NoHead
-from ..manifest import FormatError
 from ..ports import Store, StoreError
-from .common import Commands, add_command, add_store, age_text, emit, opened_store, table
+from .common import Commands, UsageError, add_command, add_store, age_text, emit, opened_store, table
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,7 +26,9 @@ async def run(options: argparse.Namespace) -> int:
     async with opened_store(options.store) as store:
         keys = [entry.key for entry in await store.list("runs/")]
         runs = sorted({key.split("/")[1] for key in keys if key.count("/") >= 2})
-        if options.run_id:
+        if options.run_id is not None:
+            if options.run_id not in runs:
+                raise UsageError(f"there is no run {options.run_id} in {options.store}")
             runs = [options.run_id]
         result = {
             "runs": [await _run(store, name) for name in runs],
@@ -45,7 +46,7 @@ async def _run(store: Store, name: str) -> dict[str, Any]:
         manifest = await ChainReader(store).manifest(name, head)
     except NoHead:
         return {"run": name, "head": None}
-    except (FormatError, StoreError) as error:
+    except (ValueError, StoreError) as error:
         return {"run": name, "error": str(error)}
     return {
         "run": name, "head": head.number, "epoch": head.epoch, "writer": head.writer[:8], "moved": head.time,
@@ -56,7 +57,7 @@ async def _run(store: Store, name: str) -> dict[str, Any]:
 async def _channel(store: Store, name: str) -> dict[str, Any]:
     try:
         channel = await ChainReader(store).channel(name)
-    except (FormatError, StoreError) as error:
+    except (ValueError, StoreError) as error:
         return {"channel": name, "error": str(error)}
     return {"channel": name, "run": channel.run, "exact": channel.exact}
 
@@ -64,10 +65,10 @@ async def _channel(store: Store, name: str) -> dict[str, Any]:
 async def _replica(store: Store, key: str) -> dict[str, Any]:
     try:
         record = json.loads((await store.load(key)).data)
-        record["expired"] = record["expires"] < time.time()
-        return dict(record)
+        expired = record["expires"] < time.time()
+        return {**record, "id": str(record["id"]), "time": float(record["time"]), "expired": expired}
     except (ValueError, TypeError, KeyError, StoreError) as error:
-        return {"id": key, "error": f"its record cannot be read: {error}"}
+        return {"id": key, "error": f"its record cannot be read: {error!r}"}
 
 
 def _text(result: dict[str, list[dict[str, Any]]]) -> str:
@@ -86,7 +87,7 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
         parts.append(table(
             ("replica", "address", "run", "applied", "target", "status", "said"),
             [(r["id"], r.get("address"), r.get("run"), r.get("applied"), r.get("target"),
-              r.get("error") or r.get("status", "") + (" (expired)" if r.get("expired") else ""),
+              r.get("error") or f"{r.get('status')}" + (" (expired)" if r.get("expired") else ""),
               r.get("time") and age_text(r["time"])) for r in result["replicas"]],
         ))  # fmt: skip
     return "\n\n".join(parts)

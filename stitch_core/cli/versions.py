@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from typing import Any
 
 from ..chain import ChainReader, NoHead
@@ -18,6 +17,7 @@ from .common import (
     age_text,
     emit,
     opened_store,
+    positive,
     size_text,
     table,
 )  # fmt: skip
@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     add_store(parser)
     add_run(parser)
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most N versions (20)")
+    parser.add_argument("--limit", type=positive, default=20, metavar="N", help="at most N versions (20)")
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -41,10 +41,11 @@ async def run(options: argparse.Namespace) -> int:
             head, _ = await reader.head(options.run_id)
         except NoHead as error:
             raise UsageError(str(error)) from None
-        newest = await reader.manifest(options.run_id, head)
-        lowest = max(0, newest.number - max(0, options.limit) * 2)
-        chain = await reader.back_to(newest, number=lowest, above_floor=False)
-        rows = [describe(manifest) for manifest in itertools.islice(chain, options.limit)]
+        chain = [await reader.manifest(options.run_id, head)]
+        while len(chain) < options.limit and chain[-1].history:
+            rows_left = chain[-1].history[: options.limit - len(chain)]
+            chain += (await reader.back_to(chain[-1], number=rows_left[-1].number, above_floor=False))[1:]
+        rows = [describe(manifest) for manifest in chain]
     emit(rows, options.json, lambda: table(
         ("version", "kind", "files", "size", "tensors", "step", "epoch", "published", "state"),
         [(r["version"], r["kind"], r["files"], size_text(r["bytes"]), r["tensors"], r["step"], r["epoch"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 
@@ -13,6 +14,10 @@ BACKLOG = 2048
 
 class PortInUse(OSError):
     """Another process listens on the port."""
+
+
+class ServerEnded(OSError):
+    """The server ended although nobody asked it to; what it logged says why."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -35,17 +40,28 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace: float = 5.0) -> None:
-    """Serve until ``end`` is set, then give open connections ``grace`` seconds. Signals are the caller's."""
+    """Serve until ``end`` is set, then give open connections ``grace`` seconds. Signals are the caller's.
+
+    Raises ServerEnded, such as when the app's startup fails.
+    """
     import uvicorn
 
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
     config.timeout_graceful_shutdown = max(1, round(grace))
     server = uvicorn.Server(config)
-    serving = asyncio.ensure_future(server._serve([listener]))
+
+    async def run() -> None:
+        with contextlib.suppress(SystemExit):  # some versions exit where an app does not start
+            await server._serve([listener])
+
+    serving = asyncio.ensure_future(run())
     ending = asyncio.ensure_future(end.wait())
     try:
         await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
     finally:
         ending.cancel()
+        asked = end.is_set()
         server.should_exit = True
         await serving
+    if not asked:
+        raise ServerEnded("the HTTP server ended by itself")

@@ -29,23 +29,30 @@ class Announcer:
         self._store, self._reconciler, self._key = store, reconciler, replica_key(replica_id)
         self._id, self._address, self._lifetime = replica_id, address, lifetime
         self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._withdrawn = False
         reconciler.on_update = self._changed.set
 
     async def run(self) -> None:
-        """Write the record at every activation and often enough that it does not expire."""
+        """Write the record at every activation and often enough that it does not expire, until withdrawn."""
         while True:
             self._changed.clear()
-            record = self._reconciler.record(self._id, self._address, self._lifetime)
-            with contextlib.suppress(StoreError):
-                await self._store.replace(self._key, canonical_json(record))
+            async with self._writing:
+                if self._withdrawn:
+                    return
+                record = self._reconciler.record(self._id, self._address, self._lifetime)
+                with contextlib.suppress(StoreError):
+                    await self._store.replace(self._key, canonical_json(record))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lifetime / 3):
                     await self._changed.wait()
 
     async def withdraw(self) -> None:
-        """Remove the record."""
-        with contextlib.suppress(StoreError):
-            await self._store.delete(self._key)
+        """Remove the record; a write that is under way must not land after that."""
+        self._withdrawn = True
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(self._lifetime), self._writing:
+                await self._store.delete(self._key)
 
 
 async def live(
@@ -60,8 +67,8 @@ async def live(
 ) -> None:
     """Serve until ``stop`` is set, then leave rotation, let requests end for ``drain`` seconds, and return.
 
-    ``serve`` runs the HTTP server until the event that it is given is set. Raises ReplicaFailed when the
-    engine's weights became uncertain: the process must then be replaced.
+    ``serve`` runs the HTTP server until the event that it is given is set. Raises what it raises, and what
+    Reconciler.run does: after ReplicaFailed the process must be replaced.
     """
     end_server = asyncio.Event()
     server = asyncio.ensure_future(serve(end_server))
@@ -72,7 +79,6 @@ async def live(
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         gate.stop()
-        announcing.cancel()
         if announcer is not None:
             await announcer.withdraw()
         if not loop.done():

@@ -1,0 +1,257 @@
+"""A replica's life around the reconciler: announced while it lives, gone in order, never silently dead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.ports import EngineUncertain, SystemClock, Unavailable
+from stitch_core.replica.activation import ReplicaFailed
+from stitch_core.replica.asgi import Receive, Scope, Send
+from stitch_core.replica.server import PortInUse, ServerEnded, listen, serve
+from stitch_core.replica.service import Announcer, live, replica_key
+from stitch_core.replica.staging import WrongBase
+from stitch_core.versions import Refusal, VersionConstraint
+from tests.replica.following import Following
+from tests.small_run import Trainer
+
+KEY = "replicas/one.json"
+
+
+@pytest.fixture
+async def f(tmp_path: Path) -> Following:
+    following = Following(tmp_path)
+    await following.publish()
+    return following
+
+
+class Life:
+    """``live`` with a server that only notes what becomes of it."""
+
+    def __init__(self, f: Following, *, drain: float = 5.0, announced: bool = True) -> None:
+        self.f = f
+        self.stop = asyncio.Event()
+        self.events: list[str] = []
+        self.announcer = (
+            Announcer(f.store, f.reconciler, "one", "http://here:1", lifetime=0.06) if announced else None
+        )
+        gate, clock = f.gate, SystemClock()
+        self.task = asyncio.ensure_future(
+            live(f.reconciler, self.announcer, self.stop, self.serve, gate=gate, clock=clock, drain=drain)
+        )
+
+    async def serve(self, end: asyncio.Event) -> None:
+        self.events.append("serving")
+        await end.wait()
+        self.events.append("ended")
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        data = self.f.memory.state.objects.get(KEY)
+        return None if data is None else json.loads(data)
+
+
+async def test_announced_while_it_lives(f: Following) -> None:
+    life = Life(f)
+    await f.serves(f.versions[1])
+    await f.until(lambda: life.record is not None and life.record["applied"] == 1)
+    assert life.record is not None
+    assert (life.record["id"], life.record["address"]) == ("one", "http://here:1")
+    first = life.record["expires"]
+    await f.until(lambda: life.record is not None and life.record["expires"] > first)
+    newest = await f.publish()
+    f.reconciler.wake()
+    await f.serves(newest)
+    await f.until(lambda: life.record is not None and life.record["applied"] == 2)
+    life.stop.set()
+    await life.task
+    assert life.record is None
+    assert life.events == ["serving", "ended"]
+
+
+async def test_stops_in_order(f: Following) -> None:
+    """Out of rotation, record gone, what runs ends, and only then the server."""
+    life = Life(f)
+    await f.serves(f.versions[1])
+    ticket = await f.admit()
+    life.stop.set()
+    await f.until(lambda: life.record is None)
+    assert not f.gate.ready
+    refusal = await f.gate.admit(VersionConstraint(), "late")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.retry) == (503, "elsewhere")
+    await asyncio.sleep(0.02)
+    assert life.events == ["serving"]
+    f.gate.release(ticket)
+    await life.task
+    assert ticket.revoked is None
+    assert life.events == ["serving", "ended"]
+
+
+async def test_a_request_that_outlives_the_drain_is_given_up(f: Following) -> None:
+    life = Life(f, drain=0.02)
+    await f.serves(f.versions[1])
+    ticket = await f.admit()
+    life.stop.set()
+    await life.task
+    assert ticket.revoked is not None
+
+
+async def test_a_failed_replica_ends_and_says_why(f: Following) -> None:
+    async def fail() -> None:
+        raise EngineUncertain("half copied")
+
+    f.engine.before["activate"] = fail
+    life = Life(f)
+    with pytest.raises(ReplicaFailed, match="half copied"):
+        await life.task
+    assert life.record is None
+    assert life.events == ["serving", "ended"]
+
+
+async def test_a_wrong_base_ends_it(tmp_path: Path) -> None:
+    f = Following(tmp_path)
+    other = Trainer(tmp_path / "other", seed=9)
+    await other.publisher(f.memory).claim(other.version0)
+    with pytest.raises(WrongBase, match="is not version 0 of run r"):
+        await Life(f).task
+
+
+async def test_a_server_that_ends_takes_the_replica_along(f: Following) -> None:
+    async def broken(end: asyncio.Event) -> None:
+        raise ServerEnded("it ended by itself")
+
+    with pytest.raises(ServerEnded):
+        await live(f.reconciler, None, asyncio.Event(), broken, gate=f.gate, clock=SystemClock())
+    assert not f.gate.ready
+
+
+async def test_a_store_that_is_down_only_ages_the_record(f: Following) -> None:
+    life = Life(f)
+    await f.serves(f.versions[1])
+    await f.until(lambda: life.record is not None)
+    f.store.fail = lambda *_: "before"
+    await asyncio.sleep(0.1)
+    assert not life.task.done()
+    f.check(f.versions[1])
+    life.stop.set()
+    await life.task
+
+
+async def test_without_an_announcer(f: Following) -> None:
+    life = Life(f, announced=False)
+    await f.serves(f.versions[1])
+    life.stop.set()
+    await life.task
+    assert life.record is None
+
+
+async def test_a_record_that_is_being_written_does_not_come_back(f: Following) -> None:
+    """A write in a thread cannot be cancelled: it must have landed before the record is removed."""
+    go, writing = asyncio.Event(), asyncio.Event()
+    original: Callable[..., Awaitable[None]] = f.store.replace
+
+    async def slow(key: str, data: bytes) -> None:
+        writing.set()
+        landing = asyncio.ensure_future(go.wait())
+        landing.add_done_callback(lambda _: f.memory.state.objects.__setitem__(key, data))
+        await asyncio.shield(landing)
+
+    f.store.replace = slow  # type: ignore[method-assign]
+    life = Life(f)
+    await writing.wait()
+    life.stop.set()
+    await asyncio.sleep(0.01)
+    go.set()
+    await life.task
+    assert original is not None
+    assert life.record is None
+
+
+async def test_withdrawing_does_not_wait_for_ever(f: Following) -> None:
+    announcer = Announcer(f.store, f.reconciler, "one", "http://x", lifetime=0.02)
+
+    async def hang(key: str, data: bytes) -> None:
+        await asyncio.sleep(3600)
+
+    f.store.replace = hang  # type: ignore[method-assign]
+    running = asyncio.ensure_future(announcer.run())
+    await asyncio.sleep(0)
+    await announcer.withdraw()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_withdrawing_from_a_store_that_is_down(f: Following) -> None:
+    f.store.fail = lambda *_: Unavailable("down")
+    await Announcer(f.store, f.reconciler, "one", "http://x").withdraw()
+
+
+def test_replica_ids_are_checked() -> None:
+    assert replica_key("a-1") == "replicas/a-1.json"
+    for bad in ("", "../x", "a/b", ".a"):
+        with pytest.raises(ValueError, match="run id"):
+            replica_key(bad)
+
+
+# ------------------------------------------------------------------------------------------------- server
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "lifespan":
+        for answer in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{answer}.complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def get(port: int) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+async def test_serves_until_told_to_end() -> None:
+    listener, end = listen("127.0.0.1", 0), asyncio.Event()
+    port = listener.getsockname()[1]
+    serving = asyncio.ensure_future(serve(app, listener, end))
+    assert (await get(port)).endswith(b"ok")
+    end.set()
+    await serving
+    with pytest.raises(ConnectionError):
+        await get(port)
+
+
+async def test_an_app_that_does_not_start() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no weights"})
+
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(ServerEnded, match="ended by itself"):
+        await serve(broken, listener, asyncio.Event())
+    listener.close()
+
+
+def test_a_port_in_use() -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use by another process"):
+        listen("127.0.0.1", port)
+    listener.close()
+    listen("127.0.0.1", port).close()
+
+
+def test_a_host_that_is_not_there() -> None:
+    with pytest.raises(OSError, match=r"."):
+        listen("no-such-host.invalid", 0)
