@@ -51,6 +51,11 @@ check: lint ## lint, types and the fast tests; under 2 minutes
 test: check ## check, then the slow tests and those that start real servers; under 20 minutes
 	$(PYTEST) -n 2 -m "slow and not real and not long" $(TIER_MAY_BE_EMPTY)
 	$(PYTEST) -m "real and not long" -o faulthandler_timeout=900 $(TIER_MAY_BE_EMPTY)
+	$(MAKE) test-sglang
+
+test-sglang: venv-sglang ## the tests that start stock SGLang servers; part of `make test`
+	PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) STITCH_NO_SKIP=1 $(PY_SGLANG) -m pytest -W ignore \
+		-m "real and not long" -o faulthandler_timeout=900 tests/real/sglang
 
 test-long: venv ## the tests that take hours
 	STITCH_HYPOTHESIS=long $(PYTEST) -m long -o faulthandler_timeout=0 $(TIER_MAY_BE_EMPTY)

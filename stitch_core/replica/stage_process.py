@@ -17,7 +17,7 @@ from typing import Any
 
 from ..manifest import Manifest
 from ..state import TensorInfo, TensorTable
-from .staging import Staged
+from .staging import Staged, WrongBase
 
 LINE_BYTES = 1 << 30  # a table of every tensor is one line
 
@@ -50,7 +50,7 @@ class StagerProcess:
         return self._boot_table
 
     async def stage(self, target: Manifest) -> Staged:
-        """As Stager.stage; every failure is StagingFailed."""
+        """As Stager.stage; every failure is StagingFailed, except WrongBase."""
         manifest = {"key": target.key, "manifest": target.encode().decode()}
         result = await self._call({"do": "stage", **manifest})
         return Staged(
@@ -77,7 +77,7 @@ class StagerProcess:
             )  # fmt: skip
         try:
             return await self._converse(self._child, command)
-        except StagingFailed:
+        except (StagingFailed, WrongBase):
             raise
         except BaseException:
             # Half a conversation: the next answer would not be the next question's.
@@ -98,7 +98,7 @@ class StagerProcess:
                 self._activity(message["activity"])
                 self.fetching = tuple(message["fetching"])
             elif "error" in message:
-                raise StagingFailed(message["error"])
+                raise (WrongBase if message["wrong_base"] else StagingFailed)(message["error"])
             else:
                 result: dict[str, Any] = message["result"]
                 return result

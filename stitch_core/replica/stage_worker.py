@@ -24,7 +24,7 @@ from ..ports import SystemClock
 from ..state import TensorTable
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
-from .staging import Stager
+from .staging import Stager, WrongBase
 
 STORE_SECONDS = 60.0
 
@@ -76,7 +76,7 @@ async def serve(store_url: str, boot: Path, host_dir: Path) -> None:
         try:
             result = await answer(stager, command)
         except Exception as error:  # the parent decides what a failure means
-            tell(error=str(error) or type(error).__name__)
+            tell(error=str(error) or type(error).__name__, wrong_base=isinstance(error, WrongBase))
         else:
             tell(result=result)
 

@@ -15,6 +15,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.manifest import Manifest
 from stitch_core.policy_publisher import PolicyPublisher
 from stitch_core.replica.stage_process import StagerProcess, StagingFailed
+from stitch_core.replica.staging import WrongBase
 from stitch_core.safetensors import Tensor
 from stitch_core.stores import open_store
 from stitch_core.testing.checkpoints import random_tensors, step, table_of, write_checkpoint
@@ -73,6 +74,14 @@ async def test_an_error_is_text_and_the_child_goes_on(world: World) -> None:
     payload.write_bytes(data)
     assert (await world.stager.stage(head)).table == table_of(world.tensors)
     await world.stager.close()
+
+
+async def test_another_boot_checkpoint_is_told_apart(world: World) -> None:
+    write_checkpoint(world.boot.with_name("other"), PosixFiles(), world.tensors)
+    stager = StagerProcess(world.url, world.boot.with_name("other"), world.host)
+    with pytest.raises(WrongBase, match="is not version 0 of run r"):
+        await stager.stage(await world.head())
+    await stager.close()
 
 
 async def test_a_killed_child_is_replaced(world: World) -> None:

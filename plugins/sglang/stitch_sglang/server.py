@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 TMPFS = Path("/dev/shm")
 WARM_UP_SECONDS = 600.0
 
+# Called by SGLang itself once it is warm; it has to do with no weights.
+UNGATED = ("/freeze_gc",)
+
 
 class Mode(Protocol):
     """Follower or receiver: what stands in front of SGLang's app, and what goes on beside it."""
@@ -117,7 +120,8 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._wrapped(scope, receive, send)
+            app = self._app if scope.get("path") in UNGATED else self._wrapped
+            await app(scope, receive, send)
             return
 
         async def started(message: Message) -> None:
