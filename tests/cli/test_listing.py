@@ -1,0 +1,160 @@
+"""``stitch status`` and ``stitch versions``: what is there, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.cli import publish
+from tests.cli.commands import Shell
+
+
+def put(shell: Shell, key: str, data: bytes) -> Path:
+    path = shell.root / "store" / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def status(shell: Shell, *more: object) -> Any:
+    return shell("status", "--store", shell.store, "--json", *more).json
+
+
+def test_an_empty_store(shell: Shell) -> None:
+    assert status(shell) == {"runs": [], "channels": [], "replicas": []}
+    assert shell("status", "--store", shell.store).out.startswith("run")
+    said = shell("status", "--store", shell.store, "--run", "r")
+    assert said.complaint == f"stitch status: there is no run r in {shell.store}"
+
+
+def test_status(shell: Shell) -> None:
+    shell.claim("--channel", "latest")
+    shell.publish(shell.learn("one"))
+    record = {
+        "id": "one", "address": "http://here", "run": "r", "applied": 1, "target": "r/weight_v000001",
+        "fetching": [], "status": "serving", "time": time.time(), "expires": time.time() + 60,
+    }  # fmt: skip
+    put(shell, "replicas/one.json", json.dumps(record).encode())
+    put(shell, "replicas/two.json", json.dumps({**record, "id": "two", "expires": 5}).encode())
+    result = status(shell)
+    assert (result["runs"][0]["head"], result["runs"][0]["epoch"], result["runs"][0]["floor"]) == (1, 2, 1)
+    assert [(r["id"], r["expired"]) for r in result["replicas"]] == [("one", False), ("two", True)]
+    text = shell("status", "--store", shell.store)
+    assert text.code == 0
+    lines = text.out.splitlines()
+    assert lines[1].split()[:3] == ["r", "1", "2"]
+    assert any(line.split()[:3] == ["latest", "r", "newest"] for line in lines)
+    assert any("serving (expired)" in line for line in lines)
+    only = status(shell, "--run", "r")
+    assert [run["run"] for run in only["runs"]] == ["r"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"[]", b"5", b"{}", b'{"id":"x"}', b'{"expires":"later","id":"x","time":1}',
+     b'{"expires":1,"id":"x","time":null}', b'{"expires":1,"time":1}', b"\xff"],
+)  # fmt: skip
+def test_a_record_that_cannot_be_read(shell: Shell, record: bytes) -> None:
+    put(shell, "replicas/odd.json", record)
+    said = shell("status", "--store", shell.store)
+    assert said.code == 1
+    assert "replicas/odd.json" in said.out
+    assert "its record cannot be read" in said.out
+
+
+def test_records_of_strangers(shell: Shell) -> None:
+    put(shell, "replicas/odd.json", b'{"expires":1,"id":7,"time":1,"status":null}')
+    said = shell("status", "--store", shell.store)
+    assert said.code == 0
+    assert "None (expired)" in said.out
+
+
+def test_c02_what_is_broken_is_shown_and_the_exit_code_says_so(shell: Shell) -> None:
+    shell.claim("--channel", "latest")
+    shell.claim(run="s")
+    put(shell, "runs/r/head", b"r/weight_v000007")
+    put(shell, "channels/other", b"junk")
+    put(shell, "runs/not~a~run/x", b"")
+    result = shell("status", "--store", shell.store, "--json")
+    assert result.code == 1
+    runs = {run["run"]: run for run in result.json["runs"]}
+    assert "not JSON" in runs["r"]["error"]
+    assert runs["s"]["head"] == 0
+    assert "is not valid" in runs["not~a~run"]["error"]
+    assert "not JSON" in next(c for c in result.json["channels"] if c["channel"] == "other")["error"]
+    assert shell("status", "--store", shell.store).code == 1
+
+
+def test_a_run_that_was_begun_and_has_no_head(shell: Shell) -> None:
+    shell.claim()
+    (shell.root / "store" / "runs" / "r" / "head").unlink()
+    assert status(shell)["runs"] == [{"run": "r", "head": None}]
+    assert shell("status", "--store", shell.store).out.splitlines()[1].split() == ["r"] + ["-"] * 4
+
+
+def test_versions(shell: Shell) -> None:
+    for number in range(1, 4):
+        shell.publish(shell.learn(f"v{number}"), *(["--as-delta"] if number > 1 else []), "--step", number)
+    rows = shell("versions", "--store", shell.store, "--run", "r", "--json").json
+    assert [(row["number"], row["kind"], row["step"]) for row in rows] == [
+        (3, "delta", 3), (2, "delta", 2), (1, "full", 1), (0, "boot", None),
+    ]  # fmt: skip
+    two = shell("versions", "--store", shell.store, "--run", "r", "--limit", 2, "--json").json
+    assert two == rows[:2]
+    one = shell("versions", "--store", shell.store, "--run", "r", "--limit", 1, "--json").json
+    assert one == rows[:1]
+    text = shell("versions", "--store", shell.store, "--run", "r").out.splitlines()
+    assert text[0].split()[:3] == ["version", "kind", "files"]
+    assert text[4].split()[:2] == ["r/weight_v000000", "boot"]
+
+
+def test_as_many_versions_as_asked_for_although_numbers_are_missing(shell: Shell) -> None:
+    """Each restart after failures leaves a gap: numbers say little about how many there are."""
+    original = publish.new_publisher
+
+    def skipping(*args: Any) -> Any:
+        publisher = original(*args)
+        claim = publisher.claim
+
+        async def claim_and_skip(*more: Any) -> Any:
+            head = await claim(*more)
+            for _ in range(10):
+                publisher.reserve()
+            return head
+
+        publisher.claim = claim_and_skip
+        return publisher
+
+    publish.new_publisher = skipping  # type: ignore[assignment]
+    try:
+        for number in range(4):
+            shell.publish(shell.learn(f"v{number}"))
+    finally:
+        publish.new_publisher = original
+    rows = shell("versions", "--store", shell.store, "--run", "r", "--limit", 4, "--json").json
+    assert [row["number"] for row in rows] == [44, 33, 22, 11]
+
+
+def test_versions_of_what_is_not_there(shell: Shell) -> None:
+    said = shell("versions", "--store", shell.store, "--run", "r")
+    assert said.complaint == "stitch versions: run r has no head yet: no trainer has claimed it"
+    assert (
+        "run id '../x' is not valid" in shell("versions", "--store", shell.store, "--run", "../x").complaint
+    )
+    shell.claim()
+    put(shell, "runs/r/head", b"{}")
+    assert (
+        "expected format 'stitch.head/1'" in shell("versions", "--store", shell.store, "--run", "r").complaint
+    )
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x"])
+def test_a_limit_that_is_none(shell: Shell, limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        shell("versions", "--store", shell.store, "--run", "r", "--limit", limit)
+    assert exit.value.code == 2
+    assert f"argument --limit: invalid positive value: '{limit}'" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""``stitch claim`` and ``stitch publish``: what is wrong is one line, and fences nobody."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+
+from stitch_core.checkpoint import Checkpoint
+from stitch_core.dialects import INDEX_NAME
+from stitch_core.state import state_digest
+from stitch_core.testing.checkpoints import random_tensors, table_of, write_checkpoint
+from tests.cli.commands import Shell
+from tests.small_run import FILES, LAYOUT
+
+
+def test_claim(shell: Shell) -> None:
+    first = shell.claim("--json").json
+    assert first == {
+        "run": "r", "epoch": 1, "head": 0, "state": Checkpoint.open(shell.base, FILES).state(),
+        "channel": None,
+    }  # fmt: skip
+    again = shell.claim("--channel", "latest")
+    assert again.out == ("run r is claimed (epoch 2); its head is version 0; channel latest follows it\n")
+    assert shell("status", "--store", shell.store, "--json").json["channels"] == [
+        {"channel": "latest", "run": "r", "exact": None}
+    ]
+    shell.claim("--channel", "latest", run="s")
+    assert shell("status", "--store", shell.store, "--json").json["channels"][0]["run"] == "s"
+
+
+def test_claims_that_are_refused(shell: Shell) -> None:
+    other = shell.root / "other"
+    write_checkpoint(other, FILES, random_tensors(np.random.default_rng(5), LAYOUT))
+    shell.claim()
+    said = shell.claim(base=other)
+    assert said.code == 2
+    assert (
+        f"stitch claim: the base checkpoint {other} is not version 0 of run r: its state is" in said.complaint
+    )
+    nothing = shell.root / "nothing"
+    assert shell.claim(base=nothing).complaint == f"stitch claim: {nothing}: no such directory"
+    assert "run id 'no/run' is not valid" in shell.claim(run="no/run").complaint
+    assert "run id 'no channel' is not valid" in shell.claim("--channel", "no channel").complaint
+    assert shell.head() == (0, 1), "the run was claimed once only"
+    bad_store = shell("claim", "--store", "/data", "--run", "r", "--base", shell.base)
+    assert "'/data' is not a store URL: a directory is written file:/path" in bad_store.complaint
+
+
+def test_a_full_and_deltas(shell: Shell) -> None:
+    said = shell.publish(shell.learn("one"), "--step", 10, "--json").json
+    assert (said["version"], said["kind"], said["epoch"], said["tensors"]) == (
+        "r/weight_v000001",
+        "full",
+        1,
+        None,
+    )
+    said = shell.publish(shell.learn("two"), "--as-delta", "--json").json
+    assert (said["number"], said["kind"], said["epoch"]) == (2, "delta", 2)
+    assert said["state"] == state_digest(table_of(shell.tensors))
+    said = shell.publish(shell.delta("three"), "--json").json
+    assert (said["number"], said["kind"]) == (3, "delta")
+    assert said["state"] == state_digest(table_of(shell.tensors))
+    said_text = shell.publish(shell.delta("four"))
+    assert said_text.out.startswith("r/weight_v000004 is published: a delta of ")
+    assert said_text.err == "rebuilding version 3 to prove the base\npublishing 2 files\n"
+
+
+def test_the_same_work_directory_twice(shell: Shell) -> None:
+    work = shell.root / "work"
+    for number in (1, 2):
+        directory = shell.learn(f"v{number}")
+        assert shell.publish(directory, "--as-delta", "--work", work, "--json").json["number"] == number
+    assert work.is_dir()
+
+
+def test_c01_a_payload_that_the_index_does_not_name(shell: Shell) -> None:
+    """It is not "nothing changed"."""
+    directory = shell.delta("sly")
+    index = json.loads((directory / INDEX_NAME).read_text())
+    index["weight_map"] = {}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+    said = shell.publish(directory, "--json").json
+    assert said["tensors"] > 0
+    assert said["state"] == state_digest(table_of(shell.tensors))
+
+
+def test_c33_a_delta_of_another_base(shell: Shell) -> None:
+    delta = shell.delta("first")
+    shell.publish(delta)
+    said = shell.publish(delta)
+    assert said.code == 2
+    assert "on this base, its checksum promises" in said.complaint
+    assert shell.head()[0] == 1
+    assert shell.publish(shell.delta("second"), "--json").json["number"] == 2
+
+
+def test_what_is_wrong_with_the_directory_fences_nobody(shell: Shell) -> None:
+    shell.claim()
+    missing = shell.root / "missing"
+    assert shell.publish(missing).complaint == f"stitch publish: {missing} is not a directory"
+    delta = shell.delta("delta")
+    assert "is a delta already: --as-delta is for full" in shell.publish(delta, "--as-delta").complaint
+    next(delta.glob("*.safetensors")).unlink()
+    assert "named by the index, but not there" in shell.publish(delta).complaint
+    empty = shell.root / "empty"
+    empty.mkdir()
+    assert shell.publish(empty).complaint == f"stitch publish: {empty}: no *.safetensors file"
+    for how in ((), ("--as-delta",)):
+        other = shell.root / f"other{len(how)}"
+        write_checkpoint(other, FILES, {k: t for k, t in shell.tensors.items() if k != "b"})
+        said = shell.publish(other, *how).complaint
+        assert said == f"stitch publish: {other} does not have the layout of version 0: tensor b is missing"
+    assert shell.head() == (0, 1)
+
+
+def test_c14_a_shard_cut_by_one_byte(shell: Shell) -> None:
+    directory = shell.learn("cut")
+    shard = next(directory.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "but the header describes" in shell.publish(directory).complaint
+
+
+def test_c09_a_base_with_one_flipped_byte(shell: Shell) -> None:
+    shell.claim()
+    bad = shell.root / "bad"
+    shutil.copytree(shell.base, bad)
+    shard = next(bad.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(bytes(data))
+    assert "is not version 0 of run r" in shell.claim(base=bad).complaint
+
+
+def test_subdirectories_and_hidden_files_stay_behind(shell: Shell) -> None:
+    directory = shell.learn("hf")
+    (directory / "original").mkdir()
+    (directory / "original" / "params.json").write_text("{}")
+    (directory / ".gitattributes").write_text("x")
+    shell.publish(directory)
+    payload = shell.root / "store" / "runs" / "r" / "e0001" / "weight_v000001"
+    assert sorted(path.name for path in payload.iterdir()) == [
+        "config.json", "model-00001-of-00001.safetensors", INDEX_NAME,
+    ]  # fmt: skip
+
+
+def test_the_head_cannot_be_rebuilt(shell: Shell) -> None:
+    """The payload of the head is gone: a full can still be published."""
+    shell.publish(shell.learn("one"), "--as-delta")
+    shutil.rmtree(shell.root / "store" / "runs" / "r" / "e0001" / "weight_v000001")
+    two = shell.learn("two")
+    assert "no such object" in shell.publish(two, "--as-delta").complaint
+    assert shell.publish(two, "--json").json["number"] == 2

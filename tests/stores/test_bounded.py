@@ -1,0 +1,81 @@
+"""Every call on a bounded store ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.files import PosixFiles
+from stitch_core.ports import Conflict, FileSource, NotFound, Store, Unavailable
+from stitch_core.stores.bounded import BoundedStore
+from stitch_core.stores.memory import MemoryStore
+from stitch_core.testing.stores import StoreTests
+
+
+class TestBounded(StoreTests):
+    """A store like any other."""
+
+    @pytest.fixture
+    def store(self) -> BoundedStore:
+        return BoundedStore(MemoryStore(), 60.0)
+
+
+class Hanging(MemoryStore):
+    """Answers nothing, or after ``delay`` seconds."""
+
+    delay = 3600.0
+
+    async def _wait(self, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(self.delay)
+
+    load = read = size = create = swap = replace = list = delete = _wait
+
+
+CALLS = {
+    "reading k": lambda s: s.load("k"),
+    "reading j": lambda s: s.read("j", 0, 1),
+    "looking at k": lambda s: s.size("k"),
+    "writing k": lambda s: s.create("k", b""),
+    "swapping k": lambda s: s.swap("k", None, b""),
+    "writing j": lambda s: s.replace("j", b""),
+    "listing k": lambda s: s.list("k"),
+    "deleting k": lambda s: s.delete("k"),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+async def test_a_call_that_hangs_is_unavailable(what: str) -> None:
+    with pytest.raises(Unavailable, match=rf"{what}: no answer from the store in 0\.01 s"):
+        await CALLS[what](BoundedStore(Hanging(), 0.01))
+
+
+async def test_files_get_time_by_their_size(tmp_path: Path) -> None:
+    store = Hanging()
+    store.delay = 0.05
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    for source in (bytes(100), FileSource(PosixFiles(), path, 100)):
+        await BoundedStore(store, 0.01, slowest=100).create("k", source)
+        with pytest.raises(Unavailable, match=r"in 0\.02 s"):
+            await BoundedStore(store, 0.01, slowest=10_000).create("k", source)
+
+
+async def test_other_errors_are_passed_on() -> None:
+    store: Store = BoundedStore(MemoryStore(), 60.0)
+    with pytest.raises(NotFound):
+        await store.load("k")
+    await store.create("k", b"1")
+    with pytest.raises(Conflict):
+        await store.swap("k", None, b"2")
+    assert store.capabilities == MemoryStore().capabilities
+
+
+async def test_a_caller_that_gives_up_is_not_told_it_was_the_store() -> None:
+    task = asyncio.ensure_future(BoundedStore(Hanging(), 60.0).load("k"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
