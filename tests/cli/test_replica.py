@@ -132,6 +132,7 @@ async def test_an_empty_store_is_waited_for(
     shell: Shell, capsys: pytest.CaptureFixture[str], how: tuple[str, ...]
 ) -> None:
     """It says why, on stderr and in /ready; then serves, follows, and ends in order on SIGTERM."""
+    announced = shell.root / "store" / "replicas" / "one.json"
     async with running(shell, capsys, "--id", "one", *how) as life:
         why = "run r has no head yet" if how[:1] == ("--run",) else "channel latest is not there"
         body = await life.ready_says(lambda code, body: code == 503 and why in body["why_not_ready"])
@@ -142,9 +143,11 @@ async def test_an_empty_store_is_waited_for(
         await publish(shell)
         await life.serves(1)
         assert ENGINES[0].label == "r/weight_v000001"
-        record = json.loads((shell.root / "store" / "replicas" / "one.json").read_text())
-        assert (record["address"], record["applied"]) == (life.url, 1)
-    assert not (shell.root / "store" / "replicas" / "one.json").exists()
+        async with asyncio.timeout(10):
+            while (record := json.loads(announced.read_bytes()))["applied"] != 1:
+                await asyncio.sleep(0.01)
+        assert record["address"] == life.url
+    assert not announced.exists()
     assert CLOSED == [True]
 
 
