@@ -168,9 +168,10 @@ class Reconciler:
                 self.gate.fail(str(failure))
                 raise
             except (NoHead, CannotFollow, WrongBase) as waiting:
-                self._note(waiting)
                 if isinstance(waiting, WrongBase) and self.gate.serving is None:
+                    self.gate.close(str(waiting))  # not said here: it is what this replica ends with
                     raise
+                self._note(waiting)
                 moved, failures = False, 0
             except Exception as error:  # whatever it is, the replica goes on serving and tries again
                 self._note(error)

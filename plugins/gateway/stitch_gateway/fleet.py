@@ -98,7 +98,12 @@ class Fleet:
     # -------------------------------------------------------------------------------------------- inside
 
     def _follow(self, addresses: Mapping[str, str]) -> None:
+        taken = set(addresses.values())
         for id_ in [i for i, replica in self._replicas.items() if addresses.get(i) != replica.url]:
+            # A pool that lost its records, as a store that is not mounted has, must not take the fleet down:
+            # who answers stays until it does not.
+            if id_ not in addresses and self._replicas[id_].alive and self._replicas[id_].url not in taken:
+                continue
             self._probes.pop(id_).cancel()
             del self._replicas[id_]
             self.notify()

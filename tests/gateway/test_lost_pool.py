@@ -1,0 +1,65 @@
+"""A pool that forgets its replicas: who still answers stays (case C18, promise 5)."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import aiohttp
+
+from stitch_core.ports import ReplicaAddress
+from stitch_gateway.fleet import Fleet
+from tests.gateway.fleet import Server
+
+
+class ForgetfulPool:
+    def __init__(self, *replicas: ReplicaAddress) -> None:
+        self.found = list(replicas)
+
+    async def replicas(self) -> Sequence[ReplicaAddress]:
+        return self.found
+
+    async def close(self) -> None:
+        return
+
+
+async def with_view(server: Server, play: Callable[[Fleet, ForgetfulPool], Awaitable[None]]) -> None:
+    server.serves(7)
+    pool = ForgetfulPool(ReplicaAddress("a", server.url))
+    async with aiohttp.ClientSession() as session:
+        fleet = Fleet(pool, session, random.Random(0), interval=0.01, refresh=0.01)
+        following = asyncio.create_task(fleet.run())
+        try:
+            async with asyncio.timeout(10):
+                while not any(replica.ready for replica in fleet.replicas):
+                    await fleet.changed.wait()
+                await play(fleet, pool)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+
+async def ids(fleet: Fleet, *expected: str) -> None:
+    while {replica.id for replica in fleet.replicas} != set(expected):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_C18_who_answers_stays_until_it_does_not() -> None:
+    async def play(fleet: Fleet, pool: ForgetfulPool) -> None:
+        pool.found.clear()
+        await asyncio.sleep(0.1)
+        assert [replica.id for replica in fleet.replicas if replica.ready] == ["a"]
+        await server.close()
+        await ids(fleet)
+
+    server = Server()
+    await with_view(server, play)
+
+
+async def test_who_comes_back_under_another_name_is_not_there_twice() -> None:
+    async def play(fleet: Fleet, pool: ForgetfulPool) -> None:
+        pool.found[:] = [ReplicaAddress("b", server.url)]
+        await ids(fleet, "b")
+
+    server = Server()
+    await with_view(server, play)

@@ -1,0 +1,68 @@
+"""An engine that is a server of its own, with the replica as a sidecar in front of it."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .processes import ENGINE, Child, Fleet, caught_up
+from .traffic import Traffic, failures, proven
+
+pytestmark = pytest.mark.real
+
+RUN = "sidecar"
+# 409: it serves nothing now, but knows the run that is asked for.
+LOST = ("503 EngineUnavailable", "event EngineUnavailable", "409 WeightVersionNotReady")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Any:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.close()
+
+
+def start_engine(fleet: Fleet, port: int = 0) -> Child:
+    return fleet.spawn(
+        "engine", "-m", "stitch_embedded", "--model", str(fleet.boot), "--port", str(port),
+        "--max-len", str(ENGINE["max_len"]), "--pace", str(ENGINE["pace"]),
+    )  # fmt: skip
+
+
+async def test_an_engine_that_restarts_behind_it_never_passes_for_what_it_was(fleet: Fleet) -> None:
+    """C22: it comes back with boot weights, twice; what is answered is proven, and it catches up again."""
+    engine = start_engine(fleet)
+    engine_url = await engine.url()
+    sidecar = fleet.replica("s", "--run", RUN, "--engine", engine_url)
+    trainer = fleet.trainer(RUN)
+    trainer.step()
+    url = await sidecar.url()
+    await caught_up(url, trainer)
+    trainer.start()
+
+    def demand(rng: random.Random) -> dict[str, Any]:
+        # The sidecar refuses at once what it does not serve yet: ask for nothing newer than it has.
+        return {"run": RUN, "min_version": 1}
+
+    async with Traffic(url, demand, seed=1) as traffic:
+        await traffic.more(20)
+        for _ in range(2):
+            engine.send(signal.SIGKILL)
+            await engine.ended()
+            engine = start_engine(fleet, int(engine_url.rpartition(":")[2]))
+            await traffic.more(20)
+            await caught_up(url, trainer)
+        trainer.stop()
+        await caught_up(url, trainer)
+        await traffic.more(5)
+    lost = failures(traffic.outcomes)
+    assert lost, "two engines died under it"
+    for outcome in lost:
+        assert outcome.detail["retryable"], outcome
+        assert outcome.error in LOST, outcome
+    assert sidecar.process.poll() is None
+    await proven(fleet, RUN, traffic.outcomes)
