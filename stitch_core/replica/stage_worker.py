@@ -1,18 +1,10 @@
-"""Staging in a process of its own: the child, ``python -m stitch_core.replica.stage_worker``.
-
-Commands come as JSON lines on stdin and are answered on stdout, one at a time; ``stage_process`` is the other
-end. It exits when stdin ends: the host checkpoint stands any moment of that.
-"""
+"""Staging in a process of its own: the child, ``python -m stitch_core.replica.stage_worker``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +13,45 @@ from ..files import PosixFiles
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
 from ..ports import SystemClock
-from ..state import TensorTable
+from ..state import TensorInfo, TensorTable
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
-from .staging import Stager, WrongBase
+from .child import obey, tell
+from .staging import Stager
 
 STORE_SECONDS = 60.0
-
-
-def tell(**message: Any) -> None:
-    """One line to the parent."""
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
 
 
 def table_to_json(table: TensorTable) -> dict[str, Any]:
     return {name: [info.dtype, list(info.shape), info.digest] for name, info in table.items()}
 
 
-async def answer(stager: Stager, command: dict[str, Any]) -> dict[str, Any]:
-    """Carry out one command."""
-    if command["do"] == "boot_table":
-        return {"table": table_to_json(await stager.boot_table())}
-    target = Manifest.decode(command["manifest"].encode(), command["key"])
-    staged = await stager.stage(target)
-    return {
-        "bytes": staged.bytes,
-        "fetch": staged.fetch,
-        "apply": staged.apply,
-        "directory": str(staged.directory),
-        "table": table_to_json(staged.table),
-    }
+def table_from_json(value: dict[str, Any]) -> TensorTable:
+    return {name: TensorInfo(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in value.items()}
 
 
 async def serve(store_url: str, boot: Path, host_dir: Path) -> None:
-    """Answer commands; never returns, since the end of stdin ends the process."""
-    commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(commands.put_nowait, json.loads(line))
-        os._exit(0)
-
+    """Answer the commands ``boot_table`` and ``stage``."""
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
     stager = Stager(
         store, ChainReader(store), HostCheckpoint(host_dir, PosixFiles()), boot, files=PosixFiles(),
         clock=SystemClock(), rng=random.Random(), run_blocking=asyncio.to_thread,
         activity=lambda activity: tell(activity=activity, fetching=stager.fetching),
     )  # fmt: skip
-    reading = loop.run_in_executor(None, read)
-    while not reading.done():
-        command = await commands.get()
-        try:
-            result = await answer(stager, command)
-        except Exception as error:  # the parent decides what a failure means
-            tell(error=str(error) or type(error).__name__, wrong_base=isinstance(error, WrongBase))
-        else:
-            tell(result=result)
+
+    async def answer(command: dict[str, Any]) -> dict[str, Any]:
+        if command["do"] == "boot_table":
+            return {"table": table_to_json(await stager.boot_table())}
+        staged = await stager.stage(Manifest.decode(command["manifest"].encode(), command["key"]))
+        return {
+            "bytes": staged.bytes,
+            "fetch": staged.fetch,
+            "apply": staged.apply,
+            "directory": str(staged.directory),
+            "table": table_to_json(staged.table),
+        }
+
+    await obey(answer)
 
 
 def main() -> None:
@@ -87,8 +60,6 @@ def main() -> None:
     parser.add_argument("--boot", required=True, type=Path)
     parser.add_argument("--host-dir", required=True, type=Path)
     args = parser.parse_args()
-    # A signal to the process group is the parent's to act upon.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(serve(args.store, args.boot, args.host_dir))
 
 

@@ -86,9 +86,8 @@ async def test_another_boot_checkpoint_is_told_apart(world: World) -> None:
 
 async def test_a_killed_child_is_replaced(world: World) -> None:
     await world.stager.boot_table()
-    child = world.stager._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGKILL)
+    assert world.stager.pid is not None
+    os.kill(world.stager.pid, signal.SIGKILL)
     with pytest.raises(StagingFailed, match="ended with status -9"):
         await world.stager.stage(await world.head())
     assert (await world.stager.stage(await world.head())).table == table_of(world.tensors)
@@ -100,4 +99,4 @@ async def test_a_cancelled_call_leaves_no_child(world: World) -> None:
     await asyncio.sleep(random.Random(0).uniform(0.01, 0.05))
     calls[0].cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert world.stager._child is None
+    assert world.stager.pid is None

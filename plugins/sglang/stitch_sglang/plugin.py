@@ -20,18 +20,17 @@ def register() -> None:
     if not asked_for(os.environ, sys.argv):
         return
     try:
-        settings = Settings.read(os.environ)
+        Settings.read(os.environ)  # None where only flags say what is wanted, which are not parsed yet
         symbols.check()
     except (SettingsError, symbols.Changed) as error:
         raise SystemExit(f"stitch: {error} (the plugin is for SGLang {symbols.RELEASE})") from None
-    _register_hooks(settings)
+    _register_hooks()
 
 
-def _register_hooks(settings: Settings | None) -> None:
-    """``settings`` is None where only the flags say what is wanted, in the process that will parse them."""
+def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import messages, openai, scheduler
+    from . import messages, scheduler
 
     messages.register()
     hooks = {
@@ -46,7 +45,6 @@ def _register_hooks(settings: Settings | None) -> None:
     assert set(hooks) == set(symbols.HOOKED)
     for symbol, (hook, kind) in hooks.items():
         HookRegistry.register(symbol.target, hook, kind)
-    del openai
 
 
 def current_settings() -> Settings:

@@ -143,8 +143,10 @@ def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Lif
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from .follower import Follower
+    from .receiver import Receiver
 
-    mode: Mode = Follower(settings, manager, server_args)
+    kind = Follower if settings.store else Receiver
+    mode: Mode = kind(settings, manager, server_args)
     life = Life(mode, manager)
     app.add_middleware(Front, life=life)
 

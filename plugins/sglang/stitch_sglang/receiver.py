@@ -1,0 +1,228 @@
+"""Receiver: no store; a stock trainer drives this replica by the routes that it knows, all behind the gate.
+
+/pull_weights stages while serving. /update_weights_from_disk activates what was staged: make way, pause, copy
+and go on are one call. The trainer's own pauses and flushes around it are therefore answered and not needed;
+a pause in SGLang's default mode still aborts what runs, as its callers expect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stitch_core.manifest import Manifest
+from stitch_core.ports import EngineError, SystemClock
+from stitch_core.replica.activation import ActivationSettings, Activator, CannotFollow
+from stitch_core.replica.admission import Gate
+from stitch_core.replica.asgi import App
+from stitch_core.replica.child import Child, CommandFailed
+from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.service import ReplicaFailed
+from stitch_core.replica.stage_worker import table_from_json
+from stitch_core.state import TensorTable
+
+from .engine import SGLangEngine
+from .pull import inside
+from .receiver_routes import ReceiverRoutes
+from .server import Scratch, replica_id
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BOOT_RETRY_SECONDS = 5.0
+
+
+class NotDone(Exception):
+    """The trainer's request was not carried out; what is served has not changed."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A version on the host, and the trainer's name for it: its number in ``local`` (None: the boot copy)."""
+
+    manifest: Manifest
+    table: TensorTable
+    directory: Path
+    local: Path | None
+
+
+class Receiver:
+    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with."""
+
+    def __init__(self, settings: Settings, manager: Any, server_args: Any) -> None:
+        assert settings.receive is not None
+        self._settings = settings
+        self._manager = manager
+        self._id = replica_id(settings)
+        self._scratch = Scratch(settings.host_dir)
+        self._clock = SystemClock()
+        self.gate = Gate(self._clock)
+        self._engine = SGLangEngine(manager)
+        self._activator = Activator(
+            self._engine, self.gate, self._clock,
+            ActivationSettings(
+                settings.kv_mode, settings.drain_all, settings.pin_drain, switch_drain=settings.pin_drain
+            ),
+        )  # fmt: skip
+        roots = [argument for root in settings.roots for argument in ("--root", str(root))]
+        self._child = Child("stitch_sglang.pull_worker", (
+            "--name", settings.receive, "--boot", str(Path(server_args.model_path).resolve()),
+            "--host-dir", str(self._scratch.path), *roots,
+        ))  # fmt: skip
+        self._busy = asyncio.Lock()
+        self._booted = asyncio.Event()
+        self._failure: asyncio.Queue[ReplicaFailed] = asyncio.Queue()
+        self._pulled: Pulled | None = None
+        self._problem: dict[str, Any] | None = None
+
+    def wrap(self, app: App) -> App:
+        middleware = StitchMiddleware(
+            app, self.gate, status=self.status, wake=lambda: None, mismatch=self._mismatch,
+            abort=self._engine.abort,
+            kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
+        )  # fmt: skip
+        return ReceiverRoutes(middleware, self)
+
+    def status(self) -> dict[str, Any]:
+        """What ``/ready`` and ``/server_info`` say."""
+        serving, pulled, problem = self.gate.serving, self._pulled, self._problem
+        state = "failed" if self.gate.failed else "serving" if serving else "booting"
+        return {
+            "id": self._id,
+            "mode": "receiver",
+            "state": state,
+            "ready": self.gate.ready,
+            "why_not_ready": self.gate.why_closed,
+            "run": serving.run if serving else None,
+            "applied": serving.number if serving else None,
+            "pulled": str(pulled.manifest.version) if pulled else None,
+            "kv_mode": self._settings.kv_mode,
+            "active_requests": self.gate.active,
+            "problem": problem and {**problem, "age": self._clock.time() - problem["since"]},
+        }
+
+    # -------------------------------------------------------------------------------------------- life
+
+    async def live(self, stop: asyncio.Event) -> None:
+        boot = asyncio.create_task(self._boot())
+        stopping = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(self._failure.get())
+        try:
+            await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            self.gate.stop()
+            if failing.done():
+                raise failing.result()
+            await self.gate.drain(self._clock.monotonic() + self._settings.drain, pins_only=False)
+        finally:
+            for task in (boot, stopping, failing):
+                task.cancel()
+
+    async def close(self) -> None:
+        await self._child.close()
+        self._scratch.close()
+
+    async def _boot(self) -> None:
+        """Prove the boot checkpoint and serve it as version 0."""
+        while self.gate.serving is None and self.gate.failed is None:
+            try:
+                async with self._busy:
+                    pulled = await self._carry_out(None, do="boot")
+                    await self._activator.know(functools.partial(_value, pulled.table))
+                    self._pulled = pulled
+                    await self._activate(pulled)
+            except (NotDone, EngineError) as error:
+                self._note(error)
+                self.gate.close(f"the boot checkpoint is not proven: {error}")
+                await asyncio.sleep(BOOT_RETRY_SECONDS)
+        self._booted.set()
+
+    def _mismatch(self, reason: str) -> None:
+        self._fail(ReplicaFailed(f"the engine said what cannot be true: {reason}"))
+
+    def _fail(self, failure: ReplicaFailed) -> None:
+        self.gate.fail(str(failure))
+        self._failure.put_nowait(failure)
+
+    # ------------------------------------------------------------------------------------ the trainer's
+
+    async def pull(self, local: Path, source: Path, target: int) -> str:
+        """Stage version ``target`` of ``source``, to be activated by the name ``local``. Raises NotDone."""
+        for path in (local, source):
+            if not await asyncio.to_thread(inside, path, self._settings.roots):
+                raise self._note(NotDone(f"{path} lies outside the roots that this replica was given"))
+        await self._only_one()
+        async with self._busy:
+            # From here on the host may hold something else, or nothing, whatever becomes of this.
+            self._pulled = None
+            try:
+                self._pulled = await self._carry_out(local, do="pull", source=str(source), target=target)
+            except NotDone as error:
+                raise self._note(error) from None
+            self._problem = None
+            version = self._pulled.manifest.version
+            self.gate.saw_channel(version.run, self._clock.monotonic())
+            return f"{version} is staged"
+
+    async def update(self, path: Path, number: str | None) -> str:
+        """Activate what was pulled to ``path``. Raises NotDone."""
+        await self._only_one()
+        async with self._busy:
+            pulled = self._pulled
+            if pulled is None or pulled.local != path:
+                raise self._note(NotDone(f"{path} holds nothing that was pulled: call /pull_weights first"))
+            if number is not None and number != str(pulled.manifest.number):
+                raise self._note(
+                    NotDone(f"version {pulled.manifest.number} was pulled, the update says {number}")
+                )
+            if self._activator.serving != pulled.manifest:
+                await self._activate(pulled)
+            self._problem = None
+            return f"{pulled.manifest.version} is served"
+
+    async def abort_all(self) -> None:
+        """End every request, with the tokens that it has."""
+        self._manager.abort_request(abort_all=True)
+
+    def serving_number(self) -> int | None:
+        """The number that is served."""
+        return self.gate.serving.number if self.gate.serving else None
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    async def _only_one(self) -> None:
+        await self._booted.wait()
+        if self._busy.locked():
+            raise NotDone("a pull or an update is running: one at a time")
+
+    async def _activate(self, pulled: Pulled) -> None:
+        try:
+            prepared = await self._activator.prepare(pulled.manifest, pulled.table, pulled.directory)
+            await self._activator.activate(prepared)
+        except ReplicaFailed as failure:
+            self._fail(failure)
+            raise NotDone(str(failure)) from failure
+        except (EngineError, CannotFollow) as error:
+            raise self._note(NotDone(str(error))) from error
+
+    async def _carry_out(self, local: Path | None, **command: Any) -> Pulled:
+        try:
+            result = await self._child.call(**command)
+        except CommandFailed as error:
+            raise NotDone(str(error)) from None
+        manifest = Manifest.decode(result["manifest"].encode(), result["key"])
+        return Pulled(manifest, table_from_json(result["table"]), Path(result["directory"]), local)
+
+    def _note(self, error: Exception) -> Exception:
+        """Keep for status what stands in the way, and since when."""
+        message = str(error)
+        if self._problem is None or self._problem["message"] != message:
+            self._problem = {"message": message, "since": self._clock.time()}
+        return error
+
+
+async def _value(table: TensorTable) -> TensorTable:
+    return table
