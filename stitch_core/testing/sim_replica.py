@@ -13,7 +13,7 @@ from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..versions import VersionConstraint
 from .process import SimulatedProcess
-from .sim_engine import SimulatedEngine, SimulatedEngineClient
+from .sim_engine import BOOT_LABEL, SimulatedEngine, SimulatedEngineClient
 from .sim_http import Response, call, engine_app
 from .sim_world import BOOT, DISK, RAM, World
 
@@ -80,7 +80,6 @@ class SimulatedReplica:
         self._host_root = (RAM if in_ram else DISK) / "host"
         self._starts = 0
         world.watch(self.engine)
-        self._activated_on = ""
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -136,12 +135,11 @@ class SimulatedReplica:
 
     def _updated(self) -> None:
         assert self.gate is not None
-        self._activated_on = self.engine.instance
         self.world.trace.add(f"{self.process.name}: serves {self.gate.serving}")
 
     def _mismatch(self, reason: str) -> None:
         self.world.trace.add(f"{self.process.name}: mismatch: {reason}")
-        if self._activated_on == self.engine.instance:
+        if not self.engine.process.dead and self.engine.label != BOOT_LABEL:
             self.world.judge.broken("truth: nothing outlives what it may", f"{self.process.name}: {reason}")
         assert self.reconciler is not None
         self.reconciler.mismatch(reason)
@@ -188,7 +186,9 @@ class SimulatedReplica:
     @property
     def health(self) -> tuple[str, str] | None:
         """Which process and engine serve here, None if they do not now."""
-        serves = self.gate is not None and self.gate.ready and not self.process.dead
+        if self.gate is None or not self.gate.ready or self.process.dead or self.engine.process.dead:
+            return None
+        serves = self.engine.label == str(self.gate.serving)
         return (self.process.name, self.engine.instance) if serves else None
 
     @property

@@ -69,7 +69,7 @@ class Report:
 def plan_for(scenario: str, random: Random) -> FaultPlan:
     """Any faults for the random scenario; no others than their own for the named ones."""
     if scenario == "anything":
-        quiet_after = random.choice((60.0, 200.0, 400.0))
+        quiet_after = random.choice((60.0, 150.0, 300.0))
         return FaultPlan.draw(random, quiet_after, names=["r0#1", "trainer#1"])
     return FaultPlan(latency=random.choice((0.001, 0.02, 0.2)))
 
