@@ -144,7 +144,7 @@ async def test_an_empty_store_is_waited_for(
         await life.serves(1)
         assert ENGINES[0].label == "r/weight_v000001"
         async with asyncio.timeout(10):
-            while (record := json.loads(announced.read_bytes()))["applied"] != 1:
+            while (record := json.loads(announced.read_bytes()))["applied"] != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert record["address"] == life.url
     assert not announced.exists()

@@ -1,7 +1,6 @@
 """Proof of truth: recompute what every trajectory of a run claims, from the store alone, to the bit.
 
-A run directory holds ``run.json`` and ``trajectories.jsonl.zst`` (the fields are in `RunFile` and
-`read_trajectories`). For each trajectory the claimed versions are rebuilt from the store, verified, and its
+For each trajectory (recorded.py) the claimed versions are rebuilt from the store, verified, and its
 log-probabilities computed again by the replay of the engine's own arithmetic. Three answers come out:
 
 - proven: every log-probability is the recorded one, bit for bit;
@@ -15,68 +14,44 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import io
-import json
+import contextlib
 import multiprocessing
 import random
+import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import zstandard
 from torch import Tensor
 
-from stitch_core.chain import ChainReader
+from stitch_core.chain import ChainReader, NoHead
 from stitch_core.files import PosixFiles
-from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
+from stitch_core.lineage import NoPlan
 from stitch_core.manifest import Manifest
-from stitch_core.ports import SystemClock
-from stitch_core.replica.staging import Stager
+from stitch_core.ports import StoreError, SystemClock
+from stitch_core.replica.staging import Stager, WrongBase
 from stitch_core.stores import open_store
 
 from .config import ModelConfig
+from .recorded import ProofError, Record, RunFile, read_trajectories
 from .replay import Replayer, Trajectory
 from .weights import CheckpointFiles
+
+__all__ = ["Control", "ProofError", "ProofReport", "prove"]
 
 SHOWN_FAILURES = 10
 REQUIRED_FRACTION = 0.99
 Progress = Callable[[str], None]
 
-
-class ProofError(ValueError):
-    """The run directory cannot be proven at all: something is missing or cannot be read."""
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """``run.json``: ``store`` is a URL, or a path relative to the run directory; ``boot`` a path likewise.
-
-    ``max_len`` is the replicas': another cache length may round differently. ``min_spanning`` is how many
-    trajectories must span an activation in each KV mode (0: whatever there is).
-    """
-
-    store: str
-    run: str
-    boot: str
-    max_len: int
-    min_spanning: int = 20
-
-    @classmethod
-    def read(cls, directory: Path) -> RunFile:
-        path = directory / "run.json"
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
-            return cls(**known)
-        except (OSError, ValueError, TypeError) as error:
-            raise ProofError(f"{path} is not the description of a run: {error}") from None
-
-    def store_url(self, directory: Path) -> str:
-        return self.store if ":" in self.store else f"file:{(directory / self.store).resolve()}"
+# What may be wrong with the run, and not with the proof.
+UNREADABLE = (
+    StoreError, OSError, ValueError, NoHead, NoPlan, HostCheckpointError, RepresentationInvalid, WrongBase,
+)  # fmt: skip
 
 
 @dataclass
@@ -133,52 +108,20 @@ class ProofReport:
         return {**asdict(self), "problems": self.problems(), "ok": not self.problems()}
 
 
-@dataclass(frozen=True)
-class Record:
-    """One line of the trajectory file. ``control`` is None, or "faulty" for the negative control."""
-
-    id: str
-    kv_mode: str
-    logprobs: tuple[float, ...]
-    claimed: Trajectory
-    control: str | None
-
-
-def read_trajectories(path: Path) -> list[Record]:
-    """The trajectories of a run. Raises ProofError naming the line."""
-    records = []
-    try:
-        with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-            for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), 1):
-                try:
-                    records.append(_record(json.loads(line)))
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ProofError(f"{path}, line {number}: {error!r}") from error
-    except (OSError, zstandard.ZstdError) as error:
-        raise ProofError(f"{path} cannot be read: {error}") from error
-    return records
-
-
-def _record(line: dict[str, Any]) -> Record:
-    claimed = Trajectory.of(line["prompt_ids"], line["output_ids"], line, line.get("temperature", 1.0))
-    logprobs = tuple(float(value) for value in line["logprobs"])
-    if len(logprobs) != len(claimed.tokens):
-        raise ValueError(f"{len(logprobs)} log-probabilities for {len(claimed.tokens)} tokens")
-    return Record(str(line["id"]), str(line["kv_mode"]), logprobs, claimed, line.get("control"))
-
-
 def prove(directory: Path, *, processes: int = 2, progress: Progress = lambda _: None) -> ProofReport:
-    """Prove the run in ``directory``. Raises ProofError, and what the store and the checkpoint raise."""
+    """Prove the run in ``directory``. Raises ProofError when what it needs is missing or damaged."""
     run = RunFile.read(directory)
-    records = [r for r in read_trajectories(directory / "trajectories.jsonl.zst") if r.claimed.tokens]
+    records = [r for r in read_trajectories(directory, run.run) if r.claimed.tokens]
     progress(f"{len(records)} trajectories")
-    states = asyncio.run(_states(run, directory))
+    try:
+        manifests = asyncio.run(_manifests(run, directory))
+    except UNREADABLE as error:
+        raise ProofError(f"run {run.run} cannot be read from its store: {error}") from error
+    states = {manifest.number: manifest.state for manifest in manifests}
+    _check_claims(run, records, states)
     shifts = [_shift(record, states) for record in records]
     parts = [range(i, len(records), max(1, processes)) for i in range(min(max(1, processes), len(records)))]
-    work = [
-        (run, directory, [records[i].claimed for i in part], [shifts[i] for i in part], part[0] == 0)
-        for part in parts
-    ]
+    work = [(run, directory, [records[i].claimed for i in part], [shifts[i] for i in part]) for part in parts]
     outcomes: dict[int, tuple[list[float], list[float] | None]] = {}
     if len(work) > 1:
         with ProcessPoolExecutor(len(work), mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -190,6 +133,15 @@ def prove(directory: Path, *, processes: int = 2, progress: Progress = lambda _:
     return _judge(run, records, states, [outcomes[i] for i in range(len(records))])
 
 
+def _check_claims(run: RunFile, records: Sequence[Record], states: Mapping[int, str]) -> None:
+    for record in records:
+        for version in sorted(map(int, record.claimed.versions())):
+            if version not in states:
+                raise ProofError(
+                    f"trajectory {record.id} claims version {version}, run {run.run} has no such version"
+                )
+
+
 def _judge(
     run: RunFile,
     records: Sequence[Record],
@@ -198,7 +150,7 @@ def _judge(
 ) -> ProofReport:
     report = ProofReport(min_spanning=run.min_spanning, equal_states=_equal_states(states))
     for record, (again, other) in zip(records, outcomes, strict=True):
-        same = tuple(again) == record.logprobs
+        same = _bits(again) == _bits(record.logprobs)
         if record.control == "faulty":
             report.faulty.tried += 1
             report.faulty.found += not same
@@ -211,7 +163,7 @@ def _judge(
         if len({span.version for one in record.claimed.passes for span in one.rows}) > 1:
             report.spanning[record.kv_mode] = report.spanning.get(record.kv_mode, 0) + 1
         if other is not None:
-            found_out = tuple(other) != record.logprobs
+            found_out = _bits(other) != _bits(record.logprobs)
             report.discriminable += 1
             report.discriminated += found_out
             report.shifted.tried += 1
@@ -219,8 +171,14 @@ def _judge(
     return report
 
 
+def _bits(values: Sequence[float]) -> bytes:
+    """Equality of floats is not enough: 0.0 equals -0.0."""
+    return struct.pack(f"<{len(values)}d", *values)
+
+
 def _failure(record: Record, again: Sequence[float]) -> str:
-    at = next(i for i, (a, b) in enumerate(zip(record.logprobs, again, strict=True)) if a != b)
+    pairs = enumerate(zip(record.logprobs, again, strict=True))
+    at = next(i for i, pair in pairs if _bits(pair[:1]) != _bits(pair[1:]))
     return f"{record.id}: token {at} was {record.logprobs[at]!r}, its versions give {again[at]!r}"
 
 
@@ -266,24 +224,32 @@ async def _manifests(run: RunFile, directory: Path) -> list[Manifest]:
         await store.close()
 
 
-async def _states(run: RunFile, directory: Path) -> dict[int, str]:
-    return {manifest.number: manifest.state for manifest in await _manifests(run, directory)}
-
-
 def _replay(
-    work: tuple[RunFile, Path, list[Trajectory], list[Trajectory | None], bool],
+    work: tuple[RunFile, Path, list[Trajectory], list[Trajectory | None]],
 ) -> list[tuple[list[float], list[float] | None]]:
     """In a process of its own: the claimed and the shifted log-probabilities of some trajectories."""
-    run, directory, claimed, shifted, _ = work
+    try:
+        return _recompute(*work)
+    except UNREADABLE as error:
+        # Not every exception can travel between processes.
+        raise ProofError(f"run {work[0].run} cannot be replayed: {error}") from None
+
+
+def _recompute(
+    run: RunFile, directory: Path, claimed: list[Trajectory], shifted: list[Trajectory | None]
+) -> list[tuple[list[float], list[float] | None]]:
     torch.set_num_threads(1)
     boot = directory / run.boot
     config = ModelConfig.read(boot)
     dtype = CheckpointFiles(boot, config).stored_dtype()
+    _check_vocabulary(config, claimed)
     replayer = Replayer(config, run.max_len, dtype=dtype)
     others = [trajectory for trajectory in shifted if trajectory is not None]
     wanted = {int(v) for trajectory in [*claimed, *others] for v in trajectory.versions()}
-    with tempfile.TemporaryDirectory(prefix="stitch-proof-") as scratch:
-        versions = _weights(run, directory, Path(scratch), wanted, config, dtype)
+    with (
+        tempfile.TemporaryDirectory(prefix="stitch-proof-") as scratch,
+        contextlib.closing(_weights(run, directory, Path(scratch), wanted, config, dtype)) as versions,
+    ):
         values = replayer.replay(versions, [*claimed, *others])
     rest = iter(values[len(claimed) :])
     return [
@@ -292,9 +258,16 @@ def _replay(
     ]
 
 
+def _check_vocabulary(config: ModelConfig, claimed: Sequence[Trajectory]) -> None:
+    for trajectory in claimed:
+        highest = max((*trajectory.prompt, *trajectory.tokens))
+        if highest >= config.vocab:
+            raise ProofError(f"token {highest} is not one of the model's {config.vocab}")
+
+
 def _weights(
     run: RunFile, directory: Path, scratch: Path, wanted: set[int], config: ModelConfig, dtype: torch.dtype
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+) -> Generator[tuple[str, dict[str, Tensor]], None, None]:
     """(number, all tensors) of the wanted versions, oldest first, rebuilt and verified as a replica does."""
     loop = asyncio.new_event_loop()
     store = open_store(run.store_url(directory))
@@ -305,19 +278,15 @@ def _weights(
         rng=random.Random(0), run_blocking=_inline, activity=lambda _: None,
     )  # fmt: skip
     try:
-        manifests = loop.run_until_complete(_manifests(run, directory))
-        missing = wanted - {manifest.number for manifest in manifests}
-        if missing:
-            raise ProofError(f"version {min(missing)} is claimed, but run {run.run} has no such version")
         tensors: dict[str, Tensor] = {}
         before: dict[str, str] = {}
-        for manifest in manifests:
+        for manifest in loop.run_until_complete(_manifests(run, directory)):
             if manifest.number not in wanted:
                 continue
-            loop.run_until_complete(stager.stage(manifest))
-            digests = {name: info.digest for name, info in host.table.items()}
+            staged = loop.run_until_complete(stager.stage(manifest))
+            digests = {name: info.digest for name, info in staged.table.items()}
             changed = [name for name, digest in digests.items() if before.get(name) != digest]
-            tensors |= CheckpointFiles(host.directory, config).read(changed, dtype)
+            tensors |= CheckpointFiles(staged.directory, config).read(changed, dtype)
             before = digests
             yield str(manifest.number), tensors
     finally:

@@ -27,7 +27,10 @@ async def run(options: argparse.Namespace) -> int:
     directory: Path = options.directory
     if not (directory / "run.json").is_file():
         raise UsageError(f"{directory} is not a run: it has no run.json")
-    from .proof import prove  # torch, which no other command needs
+    try:
+        from .proof import prove  # torch, which no other command needs
+    except ModuleNotFoundError as error:
+        raise UsageError(f"a proof needs {error.name}: install 'stitch-rl[embedded]'") from error
 
     report = await asyncio.to_thread(prove, directory, processes=options.processes, progress=say)
     emit(report.to_json(), options.json, lambda: describe(report.to_json()))
