@@ -27,7 +27,7 @@ class Settings:
     group_size: int = 8
     lag: int = 4
     max_staleness: int = 8
-    in_flight: int = 50
+    in_flight: int = 54
     pace: float = 0.1
     poll: float = 0.5
     max_len: int = 32
