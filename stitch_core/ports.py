@@ -262,10 +262,15 @@ class EngineUncertain(EngineError):
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """``instance`` changes when the engine process does; ``label`` is the version it stamps on tokens now."""
+    """``instance`` changes when the engine process does; ``label`` is the version it stamps on tokens now.
+
+    ``fresh``: nobody but this process can have changed its weights since it booted. An engine that was
+    there before may have been left half copied, and its label would not tell.
+    """
 
     instance: str
     label: str
+    fresh: bool = True
 
 
 class Engine(Protocol):

@@ -80,8 +80,9 @@ class Activator:
         if self._instance is not None or self._gate.serving is not None:
             self._gate.forget("the engine was restarted and is catching up")
         self._boot_table = await boot_table()
-        # Under any other label nothing proves the weights: the next activation copies them all.
-        self._table = self._boot_table if identity.label == BOOT_LABEL else None
+        # Otherwise nothing proves the weights: the next activation copies them all.
+        booted = identity.fresh and identity.label == BOOT_LABEL
+        self._table = self._boot_table if booted else None
         self.serving = None
         self._instance, self._label = identity.instance, identity.label
         return True

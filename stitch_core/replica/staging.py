@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint
-from ..host_checkpoint import HostCheckpoint, RepresentationInvalid
+from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan, Plan, cheapest_plan
 from ..manifest import Manifest
 from ..ports import Clock, Files, RunBlocking, Store
@@ -70,6 +70,7 @@ class Stager:
         self._store, self._chain, self._boot, self._files = store, chain, boot, files
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
         self._excluded: set[str] = set()
+        self._start_over = False
         self._boot_table: TensorTable | None = None
 
     async def boot_table(self) -> TensorTable:
@@ -103,6 +104,9 @@ class Stager:
         except RepresentationInvalid as error:
             self._excluded.add(error.manifest_digest)
             raise
+        except HostCheckpointError:
+            self._start_over = True
+            raise
         finally:
             self.fetching = ()
         applied = self._clock.monotonic() - fetched
@@ -121,8 +125,10 @@ class Stager:
         if self.host.holding is None:
             self._activity("verifying the host checkpoint")
             await self._run_blocking(self.host.open)
-        if self.host.holding is None and self.host.interrupted is None:
+        # What an apply could not go on from, the next one cannot either.
+        if self._start_over or (self.host.holding is None and self.host.interrupted is None):
             await self._seed(version0)
+            self._start_over = False
 
     async def _seed(self, version0: Manifest) -> None:
         self._activity("copying the boot checkpoint")

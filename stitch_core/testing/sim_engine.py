@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +256,13 @@ class SimulatedEngineClient:
         self._engine = engine
         self._process = process
         self._last_arrival = 0.0
+        self._found: str | None = None
 
     async def identity(self) -> EngineIdentity:
         async def identity() -> EngineIdentity:
-            return self._engine.who()
+            who = self._engine.who()
+            self._found = self._found or who.instance
+            return replace(who, fresh=who.instance != self._found)
 
         return await self._call("identity", identity, in_turn=False)
 

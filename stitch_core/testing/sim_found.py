@@ -42,7 +42,7 @@ async def s02_an_interrupted_step_and_then_another_way(world: World) -> None:
     for trainer in trainers:
         await trainer.supervise()
     point(world, "a")
-    works, left = replica.machine.on_change, [world.random.randint(1, 6)]
+    works, left = replica.machine.on_change, [world.random.randint(1, 4)]
 
     def change(process: SimulatedProcess, what: str, path: Path) -> None:
         works(process, what, path)
@@ -54,6 +54,8 @@ async def s02_an_interrupted_step_and_then_another_way(world: World) -> None:
 
     replica.machine.on_change = change
     async with fleet(world, [], [replica], "b"):
+        await until(world, lambda: left[0] == 0 or bool(replica.gate and replica.gate.serving), "a step")
+        point(world, "b")
         await until(world, lambda: replica.gate is not None and "b/" in str(replica.gate.serving), "run b")
 
 

@@ -14,17 +14,7 @@ import pytest
 
 from stitch_core.testing.simulation import SCENARIOS, run_seed
 
-OPEN = {
-    "s02": "an interrupted step that another plan from the same base cannot finish is never given up",
-    "s03": "nothing marks an engine whose copy stopped in the middle, if the process that saw it died",
-}
-"""Scenarios that fail as yet, and why."""
-
-CASES = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=OPEN[name])] if name in OPEN else [])
-    for name in SCENARIOS
-    if name != "anything"
-]
+CASES = [name for name in SCENARIOS if name != "anything"]
 CHUNK = 25
 
 

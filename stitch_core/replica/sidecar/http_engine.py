@@ -46,6 +46,7 @@ class HttpEngine:
         self._prepared: tuple[Path, bool] | None = None
         self._mode: KVMode = "in_place"
         self._fallback = uuid.uuid4().hex
+        self._found: str | None = None
 
     # ------------------------------------------------------------------------------------- ports.Engine
 
@@ -61,7 +62,8 @@ class HttpEngine:
         instance = self._fallback
         if told:
             instance = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-        return EngineIdentity(instance, await self._label())
+        self._found = self._found or instance
+        return EngineIdentity(instance, await self._label(), fresh=instance != self._found)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         """Checks that the checkpoint is whole; the server itself reads it at activation."""
