@@ -27,6 +27,7 @@ from .admission import Gate
 from .staging import Staged, Stager, Staging, WrongBase
 
 KEPT_UPDATES = 512
+LEAST_GAP = 0.05
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,13 @@ class Reconciler:
             self._activity = "idle"
             if moved:
                 continue
-            pause = self.poll * self.rng.uniform(0.8, 1.2)
+            pause, least = self.poll * self.rng.uniform(0.8, 1.2), LEAST_GAP
             if failures:
-                # Every refused request wakes: that must not become a storm on a store that is down already.
-                pause = backoff.delay(failures, self.rng)
-                least = min(pause, self.first_backoff)
-                await asyncio.sleep(least)
-                pause -= least
+                pause, least = backoff.delay(failures, self.rng), self.first_backoff
+            # Every refused request wakes: that must not become a storm on the store.
+            least = min(pause, least)
+            await asyncio.sleep(least)
+            pause -= least
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
