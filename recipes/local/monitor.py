@@ -62,6 +62,8 @@ class Monitor:
                     self._take(view, (await response.json())["stitch"])
             except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
                 view.state = "silent"
+            if child.ending:
+                view.state = "draining"
 
     def _take(self, view: ReplicaView, status: dict[str, Any]) -> None:
         view.state = status["state"] if status["activity"] == "idle" else status["activity"]

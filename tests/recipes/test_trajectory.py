@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes.local.trajectory import Trajectory, TrajectoryFile
-from stitch_embedded.proof import read_trajectories
+from stitch_embedded.recorded import read_trajectories
 from stitch_embedded.replay import Trajectory as Replayed
 
 PROMPT = [0, 7, 5, 1]
@@ -40,13 +40,12 @@ def test_versions_and_staleness_are_those_of_the_tokens() -> None:
 
 
 def test_the_proof_reads_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.jsonl.zst"
-    file = TrajectoryFile(path)
+    file = TrajectoryFile(tmp_path / "trajectories.jsonl.zst")
     lie = Trajectory.of(PROMPT, answer(id="b_0"), replica="r9", kv_mode="in_place", control="faulty")
     file.write([trajectory(), lie])
     file.close()
     assert file.written == 2
-    first, second = read_trajectories(path)
+    first, second = read_trajectories(tmp_path, "r")
     assert first.logprobs == tuple(LOGPROBS)
     assert first.claimed == Replayed.of(PROMPT, [5, 7, 2], answer()["meta_info"])
     assert (first.id, first.kv_mode, first.control) == ("a_0", "in_place", None)
