@@ -138,6 +138,13 @@ class Fleet:
             *with_defaults(options),
         )  # fmt: skip
 
+    def engine(self, port: int = 0) -> Child:
+        """A bare engine, to put a sidecar before."""
+        return self.spawn(
+            "engine", "-m", "stitch_embedded", "--model", str(self.boot), "--port", str(port),
+            "--max-len", str(MAX_LEN), "--pace", str(PACE),
+        )  # fmt: skip
+
     def gateway(self, port: int = 0, hold: float = 30.0) -> Child:
         return self.cli(
             "gateway",
@@ -191,9 +198,10 @@ class Trainer:
     def head(self) -> int:
         return self._publisher.head
 
-    def step(self) -> None:
+    def step(self, *, changes: bool = True) -> None:
         """One more version, published when this returns."""
-        self._tensors = nudged(self._tensors, self._seeds.randrange(2**31))
+        if changes:
+            self._tensors = nudged(self._tensors, self._seeds.randrange(2**31))
         tensors = {
             name: Tensor("BF16", tuple(t.shape), t.view(torch.uint8).numpy().data)
             for name, t in self._tensors.items()

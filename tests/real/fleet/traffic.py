@@ -210,6 +210,7 @@ def _lines(fleet: Fleet, run: str, outcome: Outcome) -> list[dict[str, Any]]:
     return [
         {
             "id": answer["meta_info"]["id"],
+            "run": run,
             "kv_mode": fleet.kv_modes[outcome.replica],
             "prompt_ids": outcome.prompt,
             "output_ids": answer["output_ids"],
