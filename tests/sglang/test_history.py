@@ -34,7 +34,8 @@ def test_rows_are_taken_out_of_the_first_span() -> None:
 def test_one_version_is_uniform() -> None:
     meta = described(span(OLD, 0, 4))
     assert meta["kv"] == "uniform"
-    assert "kv_versions" not in meta
+    assert meta["kv_versions"] == [span(OLD, 0, 9)]
+    assert described(span(OLD, 0, 4), prompt=1)["kv_versions"] == []
 
 
 def test_tokens_of_two_versions_keep_the_prompts_rows() -> None:
@@ -61,6 +62,7 @@ def test_recomputed_rows_are_of_nobody_knows_which_version(retractions: int, exp
 
 
 def test_retracted_rows_are_uniform() -> None:
+    """All of them, by the last version."""
     meta = described(span(OLD, 0, 2), span(NEW, 2, 4), keeps_kv=False)
     assert meta["kv"] == "uniform"
-    assert "kv_versions" not in meta
+    assert meta["kv_versions"] == [span(NEW, 0, 9)]

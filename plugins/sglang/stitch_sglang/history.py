@@ -44,15 +44,16 @@ def describe_kv(meta: dict[str, Any], *, keeps_kv: bool) -> None:
         return
     spans, rows = split(meta["weight_versions"])
     meta["weight_versions"] = spans
-    versions = {span["version"] for span in (*spans, *rows)}
-    mixed = keeps_kv and len(versions) > 1
+    mixed = keeps_kv and len({span["version"] for span in (*spans, *rows)}) > 1
     meta["kv"] = "mixed" if mixed else "uniform"
     # One that was retracted for want of memory has recomputed its rows, nobody knows under which version.
-    if mixed and spans and not meta.get("num_retractions"):
-        last = meta.get("prompt_tokens", 0) - 1
-        done = rows[-1]["end"] if rows else 0
-        if last > done:
-            rows = [*rows, {"version": spans[0]["version"], "start": done, "end": last}]
-        meta["kv_versions"] = [row for row in rows if row["start"] < last]
-        if meta["kv_versions"]:
-            meta["kv_versions"][-1]["end"] = min(last, meta["kv_versions"][-1]["end"])
+    if not spans or (mixed and meta.get("num_retractions")):
+        return
+    last = meta.get("prompt_tokens", 0) - 1
+    if not mixed:
+        rows = [{"version": spans[-1]["version"], "start": 0, "end": last}]
+    elif not rows or rows[-1]["end"] < last:
+        start = rows[-1]["end"] if rows else 0
+        rows = [*rows, {"version": spans[0]["version"], "start": start, "end": last}]
+    kept = [{**row, "end": min(row["end"], last)} for row in rows]
+    meta["kv_versions"] = [row for row in kept if row["start"] < row["end"]]

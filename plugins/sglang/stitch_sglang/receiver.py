@@ -100,6 +100,7 @@ class Receiver:
             "run": serving.run if serving else None,
             "applied": serving.number if serving else None,
             "pulled": str(pulled.manifest.version) if pulled else None,
+            "host": str(self._scratch.path),
             "kv_mode": self._settings.kv_mode,
             "active_requests": self.gate.active,
             "problem": problem and {**problem, "age": self._clock.time() - problem["since"]},
@@ -206,6 +207,9 @@ class Receiver:
             self._fail(failure)
             raise NotDone(str(failure)) from failure
         except (EngineError, CannotFollow) as error:
+            # What the engine could not load is not to be trusted: the next pull starts from the boot copy.
+            self._pulled = None
+            await self._child.close()
             raise self._note(NotDone(str(error))) from error
 
     async def _carry_out(self, local: Path | None, **command: Any) -> Pulled:

@@ -78,13 +78,14 @@ class Life:
             await self.mode.live(stop)
         except ReplicaFailed as failure:
             logger.critical("stitch: this replica must be replaced: %s", failure)
-            # As when a scheduler dies: SGLang's handler ends all its processes.
-            os.kill(os.getpid(), signal.SIGQUIT)
-        except Exception:
-            logger.exception("stitch: the replica cannot go on")
-            os.kill(os.getpid(), signal.SIGQUIT)
+        except Exception as error:
+            logger.critical("stitch: this replica cannot go on: %s", error or repr(error))
         else:
             self.manager.gracefully_exit = True
+            return
+        await self.mode.close()
+        # As when a scheduler dies: SGLang's handler ends all its processes.
+        os.kill(os.getpid(), signal.SIGQUIT)
 
     def warm_up(self, server_args: Any) -> bool:
         """SGLang's warm-up, in its thread, below the gate, which is not open yet. Whether it succeeded."""

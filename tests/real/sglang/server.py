@@ -3,67 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-ROOT = Path(__file__).parents[3]
-START_SECONDS = 300.0
-STOP_SECONDS = 60.0
+from recipes.local.sglang_server import CPU_ARGUMENTS, environment, free_port
 
-# A scheduler that says nothing about GPUs, with small chunks, so that a prompt takes several steps.
+START_SECONDS = 300.0
+STOP_SECONDS = 20.0
+
+# Small chunks, so that a prompt takes several steps.
 ARGUMENTS = (
-    "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
-    "--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--random-seed", "1",
-    "--max-running-requests", "32", "--chunked-prefill-size", "256", "--host", "127.0.0.1",
-    "--served-model-name", "policy",
+    *CPU_ARGUMENTS, "--max-total-tokens", "16384", "--max-running-requests", "32",
+    "--chunked-prefill-size", "256", "--served-model-name", "policy",
 )  # fmt: skip
 
 
 class ServerEnded(Exception):
     """The server's process ended; the message has the end of its log."""
-
-
-def distribution(directory: Path) -> Path:
-    """The metadata that an installed Stitch has, so that SGLang finds the plugin as it is declared."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = directory / f"stitch_rl-{project['version']}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: stitch-rl\nVersion: {project['version']}\n")
-    groups = project["entry-points"].items()
-    lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return directory
-
-
-def environment(scratch: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    """Of a server's process: this clone's code, the CPU stand-ins, no network, and ``settings``."""
-    paths = (
-        ROOT / "tests" / "real" / "sglang_cpu",
-        distribution(scratch / "distribution"),
-        ROOT,
-        ROOT / "plugins" / "sglang",
-    )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STITCH_", "SGLANG_", "PYTEST_"))}
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        **settings,
-    }
 
 
 class SGLangServer:
@@ -122,14 +87,12 @@ class SGLangServer:
 
     def stop(self) -> None:
         """End it and all that it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait(STOP_SECONDS)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        # The others end with it, the one that removes shared memory last.
+        deadline = time.monotonic() + STOP_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(self.process.pid, signal.SIGKILL)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.local.sglang_server import environment
+
 from .checkpoints import random_weights, write
-from .server import environment
 
 pytestmark = pytest.mark.real
 

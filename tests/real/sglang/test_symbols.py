@@ -7,9 +7,8 @@ import re
 
 import pytest
 
+from recipes.local.sglang_server import ROOT
 from stitch_sglang import plugin, symbols
-
-from .server import ROOT
 
 pytestmark = pytest.mark.real
 

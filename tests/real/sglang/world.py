@@ -30,7 +30,9 @@ class World:
         self.publisher = PolicyPublisher.start(self.url, RUN, self.boot, scratch / "work")
         self.server: SGLangServer
 
-    def start(self, arguments: Sequence[str] = (), **settings: str) -> SGLangServer:
+    def start(
+        self, arguments: Sequence[str] = ("--disable-overlap-schedule",), **settings: str
+    ) -> SGLangServer:
         """A replica that follows the run; ``settings`` are STITCH_* variables in lower case."""
         given = {
             "store": self.url, "run": RUN, "host_dir": str(self.host), "id": "replica", "poll": "0.2",

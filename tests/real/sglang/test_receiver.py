@@ -1,0 +1,261 @@
+"""A stock SGLang server that a stock trainer drives, retract: slime's calls in slime's order, and misuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stitch_core.checkpoint import Checkpoint
+from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.files import PosixFiles
+from stitch_core.versions import directory_name
+
+from .checkpoints import random_weights, to_publish, write
+from .server import SGLangServer
+
+pytestmark = pytest.mark.real
+
+FILES = PosixFiles()
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+
+
+class Trainer:
+    """What stock slime writes and asks."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.boot = write(scratch / "boot", random_weights(0))
+        self.roots = scratch / "shared"
+        self.source, self.local = self.roots / "deltas", self.roots / "local"
+        self.source.mkdir(parents=True)
+        self.encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(self.boot, FILES))
+        self.number = 0
+        settings = {
+            "STITCH_RECEIVE": "job", "STITCH_ROOTS": str(self.roots), "STITCH_KV_MODE": "retract",
+            "STITCH_ID": "receiver", "STITCH_PIN_DRAIN": "20", "STITCH_HOST_DIR": str(scratch / "host"),
+        }  # fmt: skip
+        self.server = SGLangServer(self.boot, scratch, settings, ("--disable-overlap-schedule",))
+
+    def write(self, seed: int) -> int:
+        """The weights of ``seed`` as the next delta directory."""
+        self.number += 1
+        directory = self.source / directory_name(self.number)
+        self.encoder.encode(
+            to_publish(random_weights(seed)),
+            directory,
+            FILES,
+            number=self.number,
+            base_number=self.number - 1,
+        )
+        self.encoder.commit()
+        return self.number
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        status, answer, _ = await self.server.call("POST", path, body)
+        return status, answer
+
+    async def pull(self, number: int, **changes: Any) -> tuple[int, Any]:
+        body = {
+            "local_checkpoint_dir": str(self.local), "source_dir": str(self.source), "target_version": number
+        }  # fmt: skip
+        return await self.post("/pull_weights", **{**body, **changes})
+
+    async def update(self, number: int, **changes: Any) -> tuple[int, Any]:
+        body = {"model_path": str(self.local), "weight_version": str(number)}
+        return await self.post("/update_weights_from_disk", **{**body, **changes})
+
+    async def move(self, number: int) -> None:
+        """As slime does it; a status that is no success ends its run."""
+        for status, answer in (
+            await self.pull(number),
+            await self.post("/pause_generation"),
+            (await self.server.call("GET", "/flush_cache"))[:2],
+            await self.update(number),
+            await self.post("/continue_generation"),
+        ):
+            assert status == 200, answer
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = (await self.server.call("GET", "/ready"))[1]
+        return status
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("trainer"))
+    try:
+        asyncio.run(trainer.server.until_ready())
+        yield trainer
+    finally:
+        trainer.server.stop()
+
+
+async def test_slimes_calls_in_its_order(trainer: Trainer) -> None:
+    """Before the first update it pulls version 0, and generates with what the engine booted from."""
+    assert (await trainer.pull(0))[0] == 200
+    first = await trainer.server.generate(PROMPT)
+    assert first["meta_info"]["weight_version"] == "0"
+    said = [first["output_ids"]]
+    for seed in (1, 2, 1):
+        number = trainer.write(seed)
+        await trainer.move(number)
+        answer = await trainer.server.generate(PROMPT)
+        meta = answer["meta_info"]
+        assert meta["weight_version"] == str(number)
+        assert meta["weight_versions"] == [{"version": number, "start": 0, "end": 8}]
+        assert meta["cached_tokens"] == 0
+        said.append(answer["output_ids"])
+        assert (await trainer.server.call("GET", "/get_weight_version"))[1] == {"weight_version": str(number)}
+    assert said[1] == said[3]
+    assert len({tuple(ids) for ids in said}) == 3
+
+
+async def test_a_generation_across_an_update_is_recomputed(trainer: Trainer) -> None:
+    """`retract`: two spans, and every token over KV of its own version."""
+    before = trainer.number
+    generation = asyncio.ensure_future(trainer.server.generate(PROMPT, new=300))
+    await asyncio.sleep(1.5)
+    after = trainer.write(3)
+    assert (await trainer.pull(after))[0] == 200
+    assert (await trainer.update(after))[0] == 200
+    meta = (await generation)["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == [before, after]
+    assert meta["weight_versions"][-1]["end"] == 300
+    assert meta["kv"] == "uniform"
+    assert meta["num_retractions"] >= 1
+
+
+async def test_a_pause_in_the_default_mode_aborts(trainer: Trainer) -> None:
+    generation = asyncio.ensure_future(trainer.server.generate(PROMPT, new=3000))
+    await asyncio.sleep(1.0)
+    assert (await trainer.post("/pause_generation"))[0] == 200
+    meta = (await generation)["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert 0 < meta["completion_tokens"] < 3000
+    assert meta["weight_versions"][-1]["end"] == meta["completion_tokens"]
+    # Nothing stays paused, whoever forgets to continue.
+    assert (await trainer.server.generate(PROMPT))["meta_info"]["completion_tokens"] == 8
+
+
+async def test_abort_all_is_the_trainers(trainer: Trainer) -> None:
+    generation = asyncio.ensure_future(trainer.server.generate(PROMPT, new=3000))
+    await asyncio.sleep(1.0)
+    assert (await trainer.post("/abort_request", rid="", abort_all=True))[0] == 200
+    assert (await generation)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_what_was_never_pulled_is_not_activated(trainer: Trainer) -> None:
+    served = (await trainer.status())["applied"]
+    number = trainer.write(4)
+    status, answer = await trainer.update(number, model_path=str(trainer.source / directory_name(number)))
+    assert (status, answer["success"]) == (400, False)
+    assert "holds nothing that was pulled" in answer["message"]
+    assert (await trainer.pull(number))[0] == 200
+    status, answer = await trainer.update(number + 1)
+    assert (status, answer["success"]) == (400, False)
+    now = await trainer.status()
+    assert (now["applied"], now["ready"]) == (served, True)
+    assert f"version {number} was pulled" in now["problem"]["message"]
+    await trainer.move(number)
+    assert (await trainer.status())["problem"] is None
+
+
+async def test_paths_outside_the_roots_are_refused(trainer: Trainer) -> None:
+    for changes in (
+        {"source_dir": "/etc"},
+        {"local_checkpoint_dir": str(trainer.roots / ".." / "elsewhere")},
+    ):
+        status, answer = await trainer.pull(1, **changes)
+        assert (status, answer["success"]) == (400, False)
+        assert "outside the roots" in answer["message"]
+    assert (await trainer.pull(1, source_dir="relative"))[0] == 400
+    assert (await trainer.pull(1, target_version="2"))[0] == 400
+
+
+async def test_a_second_pull_while_one_runs_is_refused(trainer: Trainer) -> None:
+    number = trainer.write(5)
+    answers = await asyncio.gather(*(trainer.pull(number) for _ in range(4)))
+    assert sorted(status for status, _ in answers) == [200, 400, 400, 400]
+    assert any("one at a time" in answer["message"] for _, answer in answers)
+    await trainer.move(number)
+
+
+async def test_a_corrupt_source_changes_nothing_and_is_repaired(trainer: Trainer) -> None:
+    served = (await trainer.status())["applied"]
+    number = trainer.write(6)
+    shard = next((trainer.source / directory_name(number)).glob("*.safetensors"))
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-3])
+    status, answer = await trainer.pull(number)
+    assert (status, answer["success"]) == (400, False)
+    now = await trainer.status()
+    assert (now["ready"], now["applied"]) == (True, served)
+    assert now["problem"]["age"] >= 0
+    assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
+    assert (await trainer.update(number))[0] == 400
+    shard.write_bytes(good)
+    await trainer.move(number)
+
+
+async def test_every_other_way_to_change_weights_is_refused(trainer: Trainer) -> None:
+    for path in (
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/init_weights_update_group",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/load_lora_adapter",
+    ):
+        assert (await trainer.post(path))[0] == 403, path
+    assert (await trainer.post("/update_weight_version", new_version="77"))[0] == 400
+
+
+async def test_a_restarted_trainer_is_another_run(trainer: Trainer) -> None:
+    run = (await trainer.status())["run"]
+    trainer.encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(trainer.boot, FILES))
+    trainer.number = 0
+    trainer.source = trainer.roots / "restarted"
+    await trainer.move(0)
+    first = await trainer.server.generate(PROMPT)
+    await trainer.move(trainer.write(2))
+    now = await trainer.status()
+    assert (now["applied"], now["run"] == run) == (1, False)
+    assert now["run"].startswith("job.")
+    answer = await trainer.server.generate(PROMPT)
+    assert answer["meta_info"]["run"] == now["run"] == first["meta_info"]["run"]
+    assert answer["meta_info"]["cached_tokens"] == 0
+
+
+def change_shards(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the tensors of a host checkpoint behind everybody's back."""
+    for shard in directory.rglob("data-*/*.safetensors"):
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+
+async def test_an_update_that_fails_midway_ends_the_replica(trainer: Trainer) -> None:
+    """C04: weights that nobody can vouch for are never served. The last test of this server."""
+    number = trainer.write(8)
+    assert (await trainer.pull(number))[0] == 200
+    name = "model.norm.weight"
+    change_shards(
+        trainer.scratch / "host", lambda tensors: tensors.__setitem__(name, tensors[name][:-1].clone())
+    )
+    with contextlib.suppress(aiohttp.ClientError):  # the answer, if it comes at all, is no success
+        assert (await trainer.update(number))[0] == 400
+    await asyncio.to_thread(trainer.server.process.wait, 60)
+    assert trainer.server.process.returncode == -signal.SIGKILL
+    assert "this replica must be replaced" in trainer.server.tail(400)
