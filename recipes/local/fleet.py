@@ -62,6 +62,7 @@ class Fleet:
     events: list[Event] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     kv_modes: dict[str, str] = field(default_factory=dict)
+    start_seconds: float = START_SECONDS
 
     def __post_init__(self) -> None:
         self.gateway: Child | None = None
@@ -126,7 +127,6 @@ class Fleet:
                 stdout=asyncio.subprocess.PIPE, stderr=errors, env=environment, start_new_session=True,
             )  # fmt: skip
         self._guard.watch(process.pid)
-        log.with_suffix(".pid").write_text(f"{process.pid}\n", encoding="utf-8")
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -136,15 +136,21 @@ class Fleet:
             await _end(process, signal.SIGKILL)
             self._guard.forget(process.pid)
             raise FleetError(f"{name} did not start: {_last_line(log)} ({log})") from None
+        self._adopt(child)
+        return child
+
+    def _adopt(self, child: Child) -> None:
+        """Watch it from now on."""
+        self._guard.watch(child.process.pid)
+        child.log.with_suffix(".pid").write_text(f"{child.process.pid}\n", encoding="utf-8")
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        return child
 
     async def _until_ready(self, child: Child) -> None:
         began, why = time.monotonic(), "no answer"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
-            while child.process.returncode is None and time.monotonic() < began + START_SECONDS:
+            while child.process.returncode is None and time.monotonic() < began + self.start_seconds:
                 try:
                     async with session.get(f"{child.url}/ready") as response:
                         if response.status == 200:

@@ -36,7 +36,10 @@ class NoRollouts(Exception):
 
 
 class GatewayClient:
-    """Asks for one group at a time, until it is there. Use it within ``async with``."""
+    """Asks for groups, each until it is there. Use it within ``async with``.
+
+    ``in_flight`` counts requests without an answer, those that are being repeated with them.
+    """
 
     def __init__(
         self, url: str, settings: Settings, head: Callable[[], int], kv_mode_of: Callable[[str], str]
@@ -56,12 +59,18 @@ class GatewayClient:
 
     async def group(self, prompt: list[int], *, control: str | None = None) -> Group:
         """Sample a group. Raises RequestFailed."""
+        self.in_flight += 1
+        try:
+            return await self._ask(prompt, control)
+        finally:
+            self.in_flight -= 1
+
+    async def _ask(self, prompt: list[int], control: str | None) -> Group:
         deadline = asyncio.get_running_loop().time() + REQUEST_SECONDS
         backoff, reason = FIRST_BACKOFF, ""
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             # The head moves while we wait: what was new enough then may not be now.
             body = self._settings.generate_body(prompt, max(0, self._head() - self._settings.lag))
-            self.in_flight += 1
             try:
                 async with self._session.post(
                     f"{self._url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=left)
@@ -73,8 +82,6 @@ class GatewayClient:
                     reason = _refusal(response.status, text)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = type(error).__name__
-            finally:
-                self.in_flight -= 1
             self.retries[reason] += 1
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, MAX_BACKOFF)
