@@ -87,7 +87,9 @@ class Chaos:
     async def terminate(self) -> None:
         name = self.rng.choice(("r0", "r1", "sidecar"))
         self.processes[name].send(signal.SIGTERM)
-        assert await self.processes[name].ended() == 0, self.processes[name].stderr()
+        # A sidecar may be ending with 1 already, because its engine went in the middle of an activation.
+        expected = (0, 1) if name == "sidecar" else (0,)
+        assert await self.processes[name].ended() in expected, self.processes[name].stderr()
         await self.start(name)
 
     async def stand_still(self) -> None:
@@ -140,8 +142,10 @@ async def test_everything_at_random(fleet: Fleet, seed: int) -> None:
     async with Traffic(chaos.url("gateway"), chaos.demand, seed=seed) as traffic:
         while time.monotonic() < end:
             await asyncio.sleep(chaos.rng.uniform(0, 3))
-            await chaos.harm()
             await chaos.mend()
+            await chaos.harm()
+        await asyncio.sleep(1)
+        await chaos.mend()
     async with Traffic(chaos.url("gateway"), lambda _: {"run": RUN}, seed=seed + 1) as calm:
         for name in ("r0", "r1", "sidecar"):
             await caught_up(chaos.url(name), trainer)
