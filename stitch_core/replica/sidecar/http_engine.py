@@ -43,7 +43,7 @@ class HttpEngine:
         self._base = base
         self._control = aiohttp.ClientTimeout(total=control_timeout)
         self._update = aiohttp.ClientTimeout(total=update_timeout)
-        self._prepared: tuple[Path, bool] | None = None
+        self._prepared: tuple[Path, bool, str] | None = None
         self._mode: KVMode = "in_place"
         self._fallback = uuid.uuid4().hex
         self._found: str | None = None
@@ -77,7 +77,7 @@ class HttpEngine:
             await asyncio.to_thread(check)
         except (OSError, CheckpointError) as error:
             raise EngineRefused(f"{checkpoint} cannot be read: {error}") from error
-        self._prepared = (checkpoint, bool(changed))
+        self._prepared = (checkpoint, bool(changed), await self._label())
 
     async def pause(self, mode: KVMode) -> None:
         self._mode = mode
@@ -98,11 +98,13 @@ class HttpEngine:
         """
         if self._prepared is None:
             raise EngineRefused("nothing was prepared")
-        checkpoint, changed = self._prepared
+        checkpoint, changed, prepared_on = self._prepared
         try:
             before = await self._label()
         except EngineError as error:
             raise EngineRefused(f"not begun: {error}") from error
+        if before != prepared_on:
+            raise EngineRefused(f"not begun: the server says {before!r}, it said {prepared_on!r} when asked")
         try:
             status, answer = 404, None
             if not changed:
