@@ -22,6 +22,11 @@ PY = $(VENV)/bin/python
 VENV_SGLANG = $(eval VENV_SGLANG := $$(shell $$(PYTHON) scripts/venv.py path sglang))$(VENV_SGLANG)
 PY_SGLANG = $(VENV_SGLANG)/bin/python
 
+# The demo's replicas: the small engine of the clone, or stock SGLang servers.
+ENGINE ?= embedded
+DEMO_embedded = recipes.local.demo
+DEMO_sglang = recipes.local.sglang_demo --python $(PY_SGLANG)
+
 # A skip for want of a module is a failure here: this environment has them all.
 PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
 # pytest exits with 5 when a tier has no tests.
@@ -42,8 +47,8 @@ venv-sglang: ## make the virtual environment of stock SGLang, if it is not there
 venv-path: ## print where the virtual environment is
 	@$(PYTHON) scripts/venv.py path
 
-demo: venv ## train a small policy while replicas follow, and prove every trajectory (SEED=, OUT=, DEMO_ARGS=)
-	@$(PY) -m recipes.local.demo $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
+demo: venv $(if $(filter sglang,$(ENGINE)),venv-sglang) ## train a small policy while replicas follow, and prove what they say (ENGINE=sglang, SEED=, OUT=, DEMO_ARGS=)
+	@$(PY) -m $(DEMO_$(ENGINE)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
 check: lint ## lint, types and the fast tests; under 2 minutes
 	$(PYTEST) -n 2

@@ -2,17 +2,19 @@
 
 Every trajectory is recomputed under the versions that it claims, and under neighbours of other states. Real
 kernels round differently, so neither is exact; how far they are off when the version is surely right is
-measured first, within version 0 before training. For a span of at least 16 tokens of one version:
+measured first, within version 0 before training. For a span of n tokens, at least 16, of one version:
 
-- its score is the mean distance of its log-probabilities from the neighbour's, less that from the claimed
-  version's: above 0 speaks for the claim;
-- the undecided band is what the noise alone could make of it: the widest difference between the mean
-  distances of any two spans of the measurement.
+- its distance from a version is the mean difference of its log-probabilities from those recomputed;
+- it speaks for its label if the neighbour is further away, by more than noise makes of the mean of n tokens:
+  three standard errors, the undecided band;
+- it speaks against its label if the neighbour is as much nearer, or if its distance is four times that of
+  any span of the measurement, as when the weights are those of neither.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,19 +27,39 @@ from stitch_embedded.report import token_spans
 
 SPAN_TOKENS = 16
 REQUIRED_FRACTION = 0.9
+ERRORS, FAR = 3.0, 4.0
 CALIBRATION = "calibration"
 
 
 @dataclass(frozen=True)
 class SpanScore:
-    """One span of a trajectory: mean distances from the claimed version's and the neighbour's values."""
+    """One span of ``tokens``: distances from the claimed version and from its neighbour."""
 
     claimed: float
     other: float
+    tokens: int
 
-    @property
-    def score(self) -> float:
-        return self.other - self.claimed
+    def swapped(self) -> SpanScore:
+        """As if it claimed the neighbour."""
+        return SpanScore(self.other, self.claimed, self.tokens)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """``sigma``: standard deviation of one token's distance; ``widest``: the largest distance of a span."""
+
+    sigma: float
+    widest: float
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[float]]) -> Noise:
+        """From the distances of every token of spans that are surely right."""
+        tokens = [value for span in spans for value in span]
+        return cls(statistics.pstdev(tokens), max(statistics.fmean(span) for span in spans))
+
+    def band(self, tokens: int) -> float:
+        """What noise can make of the mean of so many tokens."""
+        return ERRORS * self.sigma / math.sqrt(tokens)
 
 
 @dataclass
@@ -49,12 +71,17 @@ class Verdicts:
     undecided: int = 0
 
     @classmethod
-    def of(cls, scores: Sequence[float], band: float) -> Verdicts:
-        return cls(
-            sum(score > band for score in scores),
-            sum(score < -band for score in scores),
-            sum(-band <= score <= band for score in scores),
-        )
+    def of(cls, spans: Sequence[SpanScore], noise: Noise) -> Verdicts:
+        result = cls()
+        for span in spans:
+            score, band = span.other - span.claimed, noise.band(span.tokens)
+            if score < -band or span.claimed > FAR * noise.widest:
+                result.against += 1
+            elif score > band:
+                result.for_it += 1
+            else:
+                result.undecided += 1
+        return result
 
     @property
     def spans(self) -> int:
@@ -63,17 +90,16 @@ class Verdicts:
 
 @dataclass
 class NoisyReport:
-    """``noise``: distances of spans that are surely right; ``shifted`` and ``faulty``: negative controls."""
+    """``shifted`` and ``faulty`` are the negative controls; ``spanning`` counts trajectories by KV mode."""
 
-    noise: list[float]
-    band: float
+    noise: Noise
     claims: Verdicts
     shifted: Verdicts
     faulty: Verdicts
     trajectories: int
     spanning: dict[str, int] = field(default_factory=dict)
     median_distance: float = 0.0
-    median_score: float = 0.0
+    median_other: float = 0.0
 
     def problems(self) -> list[str]:
         """What is not as it must be; empty: the run is proven."""
@@ -112,39 +138,40 @@ def prove(directory: Path) -> NoisyReport:
         raise ProofError(f"run {run.run} cannot be read from its store: {error}") from error
     shifts = [_shift(record, states) for record in records]
     outcomes = _replay((run, directory, [record.claimed for record in records], shifts))
-    noise: list[float] = []
+    noise: list[list[float]] = []
     scores: dict[str | None, list[SpanScore]] = {None: [], "faulty": []}
     spanning: dict[str, int] = {}
     for record, (again, other) in zip(records, outcomes, strict=True):
         if record.control == CALIBRATION:
-            noise += [distance(record, again, span) for span in spans(record)]
+            noise += [distances(record, again, span) for span in spans(record)]
             continue
         if record.control is None and len(record.claimed.versions()) > 1:
             spanning[record.kv_mode] = spanning.get(record.kv_mode, 0) + 1
         if other is None:
             continue
-        scores[record.control] += [
-            SpanScore(distance(record, again, span), distance(record, other, span)) for span in spans(record)
-        ]
-    if len(noise) < 2:
+        for span in spans(record):
+            claimed, neighbour = (
+                statistics.fmean(distances(record, values, span)) for values in (again, other)
+            )
+            scores[record.control].append(SpanScore(claimed, neighbour, len(span)))
+    if not noise:
         raise ProofError("there is no measurement of the noise: trajectories with control 'calibration'")
-    return judge(noise, scores[None], scores["faulty"], len(records), spanning)
+    return judge(Noise.of(noise), scores[None], scores["faulty"], len(records), spanning)
 
 
 def judge(
-    noise: Sequence[float],
+    noise: Noise,
     claims: Sequence[SpanScore],
     faulty: Sequence[SpanScore],
     trajectories: int,
     spanning: dict[str, int],
 ) -> NoisyReport:
     """The report of what was measured."""
-    band = max(noise) - min(noise)
-    scores = [span.score for span in claims]
     return NoisyReport(
-        list(noise), band, Verdicts.of(scores, band), Verdicts.of([-score for score in scores], band),
-        Verdicts.of([span.score for span in faulty], band), trajectories, spanning,
-        statistics.median([span.claimed for span in claims] or [0.0]), statistics.median(scores or [0.0]),
+        noise, Verdicts.of(claims, noise), Verdicts.of([span.swapped() for span in claims], noise),
+        Verdicts.of(faulty, noise), trajectories, spanning,
+        statistics.median([span.claimed for span in claims] or [0.0]),
+        statistics.median([span.other for span in claims] or [0.0]),
     )  # fmt: skip
 
 
@@ -155,6 +182,6 @@ def spans(record: Record) -> list[range]:
     return [range(s.start, s.end) for s in found if s.end - s.start >= SPAN_TOKENS]
 
 
-def distance(record: Record, values: Sequence[float], span: range) -> float:
-    """Mean absolute difference of the recorded log-probabilities from ``values``."""
-    return statistics.fmean(abs(record.logprobs[i] - values[i]) for i in span)
+def distances(record: Record, values: Sequence[float], span: range) -> list[float]:
+    """How far each recorded log-probability of the span is from ``values``."""
+    return [abs(record.logprobs[i] - values[i]) for i in span]

@@ -31,7 +31,7 @@ from .sglang_fleet import SGLangFleet
 from .trainer import Trainer
 from .trajectory import TrajectoryFile
 
-RATE = 1e-3
+RATE = 5e-4
 """Of learning: neighbouring versions must differ by more than kernels round."""
 JOIN, WAIT = 0.3, 0.8
 """As shares of the steps: the joiner is started, and training waits until it serves."""
@@ -202,15 +202,15 @@ def _outcome(settings: Settings, trainer: Trainer, rollouts: Rollouts, fleet: SG
 
 def text(summary: dict[str, Any], proof: noisy_proof.NoisyReport, out: Path) -> list[tuple[str, str]]:
     """The end of the demo, for people."""
-    claims, shifted, faulty = proof.claims, proof.shifted, proof.faulty
+    claims, shifted, faulty, noise = proof.claims, proof.shifted, proof.faulty, proof.noise
     spanning = ", ".join(f"{count} in mode {mode}" for mode, count in sorted(proof.spanning.items()))
     return [
         ("trained", f"{summary['steps']} versions in {summary['training_seconds']:.0f} s"),
-        ("noise", f"band {proof.band:.4f}, from {len(proof.noise)} spans of version 0"),
+        ("noise", f"{noise.sigma:.4f} a token; a span of 16 is undecided within {noise.band(16):.4f}"),
         ("proven", f"{claims.for_it} of {claims.spans} spans speak for their version, "
          f"{claims.undecided} are undecided, {claims.against} speak against it"),
-        ("", f"distance {proof.median_distance:.4f} (median); a neighbouring version's is "
-         f"{proof.median_score:.4f} more"),
+        ("", f"distance from it {proof.median_distance:.4f} (median), from its neighbour "
+         f"{proof.median_other:.4f}"),
         ("", f"spanning an activation: {spanning or 'none'}"),
         ("found out", f"shifted labels: {shifted.against} of {shifted.spans} spans; "
          f"the replica that lies: {faulty.against} of {faulty.spans}"),
