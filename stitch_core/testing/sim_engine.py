@@ -128,6 +128,7 @@ class SimulatedEngine:
             {name: (ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()}
         )
         self._work = asyncio.Event()
+        self.last_arrival = 0.0
         self.process.spawn(self._generate())
 
     def _died(self) -> None:
@@ -255,7 +256,6 @@ class SimulatedEngineClient:
     def __init__(self, engine: SimulatedEngine, process: SimulatedProcess) -> None:
         self._engine = engine
         self._process = process
-        self._last_arrival = 0.0
         self._found: str | None = None
 
     async def identity(self) -> EngineIdentity:
@@ -288,6 +288,8 @@ class SimulatedEngineClient:
         """Have ``work`` done by the engine's process; EngineError if it, or the answer, is lost."""
         self._process.check()
         engine, loop, faults = self._engine, self._engine.loop, self._engine.faults
+        # A connection leads to one process: what is still on its way does not reach the next one.
+        called = engine.process
         answer: asyncio.Future[Any] = loop.create_future()
         heard = not faults.hit(faults.plan.engine_silent)
         arrives = heard or faults.random.random() < 0.5
@@ -302,11 +304,11 @@ class SimulatedEngineClient:
                 loop.call_later(faults.near(), _answer, answer, result, error, context=OUTSIDE)
 
         def arrive() -> None:
-            if engine.process.dead:
+            if called.dead:
                 _answer(answer, None, _lost(what, sent=False))
             else:
                 engine.waiting[answer] = what
-                engine.process.spawn(serve())
+                called.spawn(serve())
 
         if in_turn:
             for rate, victim in (
@@ -317,8 +319,8 @@ class SimulatedEngineClient:
                     loop.call_later(faults.random.random(), victim.kill, context=OUTSIDE)
         if arrives:
             # Apart, since callbacks of one instant run in any order.
-            self._last_arrival = max(self._last_arrival + 1e-6, loop.time() + faults.near())
-            loop.call_at(self._last_arrival, arrive, context=OUTSIDE)
+            engine.last_arrival = max(engine.last_arrival + 1e-6, loop.time() + faults.near())
+            loop.call_at(engine.last_arrival, arrive, context=OUTSIDE)
         if not heard:
             faults.trace.add(f"{self._process.name}: {what} is not answered by the engine")
             wait = faults.plan.timeout * faults.random.random()

@@ -24,9 +24,10 @@ async def anything(world: World) -> None:
     random = world.random
     switch = random.random() < 0.3
     follow = Follow(channel="latest") if switch or random.random() < 0.3 else Follow(run="a")
-    trainers = [SimulatedTrainer(world, "trainer", "a", versions=random.randint(3, 9))]
+    versions, hasty = random.randint(3, 9), random.choice((0.0, 0.25))
+    trainers = [SimulatedTrainer(world, "trainer", "a", versions=versions, impatience=hasty)]
     if random.random() < 0.25:
-        trainers.append(SimulatedTrainer(world, "rival", "a", versions=trainers[0].versions))
+        trainers.append(SimulatedTrainer(world, "rival", "a", versions=versions, impatience=hasty))
     if switch:
         trainers.append(SimulatedTrainer(world, "other", "b", versions=random.randint(2, 5)))
     replicas = [

@@ -22,16 +22,27 @@ WORK = Path("/var/train")
 class SimulatedTrainer:
     """Trains until the head is at ``versions``, then stops; a supervisor starts it again when it dies.
 
-    ``full_rate``: how often it publishes a full where a delta would do. ``changes``: the tensors that a step
-    changes, all by default. ``fenced`` is set when another writer took the run: it publishes nothing more.
+    ``full_rate``: how often it publishes a full where a delta would do; ``impatience``: how often it gives
+    up on a publish at some moment. ``changes``: the tensors that a step changes, all by default. ``fenced``
+    is set when another writer took the run: it publishes nothing more.
     """
 
-    def __init__(self, world: World, name: str, run: str, *, versions: int, full_rate: float = 0.1) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        run: str,
+        *,
+        versions: int,
+        full_rate: float = 0.1,
+        impatience: float = 0.0,
+    ) -> None:
         self.world = world
         self.name = name
         self.run = run
         self.versions = versions
         self.full_rate = full_rate
+        self.impatience = impatience
         self.changes: list[str] | None = None
         self.fenced: Fenced | None = None
         self.machine: SimulatedMachine = world.machine(name)
@@ -91,8 +102,8 @@ class SimulatedTrainer:
             try:
                 payload = self._encode(encoder, weights, files, number)
                 # Now and then a caller loses patience, at whatever point.
-                patience = self.world.random.choice((None, None, None, self.world.random.uniform(0, 30)))
-                async with asyncio.timeout(patience):
+                impatient = self.world.random.random() < self.impatience
+                async with asyncio.timeout(self.world.random.uniform(0, 30) if impatient else None):
                     await publisher.publish(payload, number)
             except (Fenced, OutcomeUnknown, ClaimRefused):
                 raise
