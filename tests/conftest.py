@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 # By folder: the modules that its tests need and that the dependency group `dev` does not bring.
 NEEDS = {
     "embedded": ("torch", "tokenizers", "jinja2"),
-    "real": ("torch", "tokenizers", "jinja2"),
-    "recipes": ("torch", "tokenizers", "jinja2", "matplotlib"),
+    "real": ("torch", "tokenizers", "jinja2", "matplotlib"),
+    "recipes": ("torch", "tokenizers", "jinja2", "matplotlib", "transformers"),
 }
 
 

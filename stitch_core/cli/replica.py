@@ -22,6 +22,7 @@ from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
 from ..replica.service import Announcer, live
+from ..scratch import scratch_parent
 from ..threads import Threads
 from ..versions import check_run_id
 from .common import (
@@ -39,8 +40,6 @@ from .common import (
     seconds,
     stop_on_signals,
 )
-
-TMPFS = Path("/dev/shm")
 
 
 def add_parser(commands: Commands) -> None:
@@ -112,7 +111,7 @@ async def run(options: argparse.Namespace) -> int:
         )
         root = options.host_dir
         if root is None:
-            root = temporary = scratch_root()
+            root = temporary = Path(tempfile.mkdtemp(prefix="stitch-", dir=scratch_parent(options.base)))
             say(f"the host checkpoint is in {root} and ends with this process; keep one with --host-dir")
         host = HostCheckpoint(root, PosixFiles())
         try:
@@ -142,11 +141,6 @@ def _url(options: argparse.Namespace, listener: socket.socket) -> str:
         return str(options.address)
     host = socket.gethostname() if options.host in ("", "0.0.0.0", "::") else options.host
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-def scratch_root() -> Path:
-    """A new directory, in RAM where the system has a tmpfs."""
-    return Path(tempfile.mkdtemp(prefix="stitch-", dir=TMPFS if TMPFS.is_dir() else None))
 
 
 async def _serve(

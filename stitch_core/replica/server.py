@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(errno.EADDRINUSE, f"port {port} on {host} is in use by another process") from None
+            raise PortInUse(f"port {port} on {host} is in use by another process") from None
         raise
     return listener
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stitch_core import plugins
+from stitch_core import plugins, scratch
 from stitch_core.cli import replica
 from stitch_core.cli.main import build_parser
 from stitch_core.replica.asgi import Receive, Scope, Send
@@ -171,7 +171,7 @@ async def test_the_host_checkpoint_is_kept_where_it_is_told(
 async def test_a_temporary_host_checkpoint_goes_with_the_process(
     shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "TMPFS", shell.root)
+    monkeypatch.setattr(scratch, "TMPFS", shell.root)
     await asyncio.to_thread(claim, shell)
     async with running(shell, capsys, "--run", "r") as life:
         await life.serves(0)
@@ -188,9 +188,7 @@ def test_a_port_in_use(shell: Shell) -> None:
     said = shell(*arguments(shell, "--port", port))
     listener.close()
     assert said.code == 2
-    assert (
-        said.complaint == f"stitch replica: [Errno 98] port {port} on 127.0.0.1 is in use by another process"
-    )
+    assert said.complaint == f"stitch replica: port {port} on 127.0.0.1 is in use by another process"
     assert ENGINES == [], "found before the engine takes its time to load"
 
 

@@ -35,6 +35,7 @@ from stitch_core.lineage import NoPlan
 from stitch_core.manifest import Manifest
 from stitch_core.ports import StoreError, SystemClock
 from stitch_core.replica.staging import Stager, WrongBase
+from stitch_core.scratch import scratch_parent
 from stitch_core.stores import open_store
 
 from .config import ModelConfig
@@ -247,7 +248,7 @@ def _recompute(
     others = [trajectory for trajectory in shifted if trajectory is not None]
     wanted = {int(v) for trajectory in [*claimed, *others] for v in trajectory.versions()}
     with (
-        tempfile.TemporaryDirectory(prefix="stitch-proof-") as scratch,
+        tempfile.TemporaryDirectory(prefix="stitch-proof-", dir=scratch_parent(boot)) as scratch,
         contextlib.closing(_weights(run, directory, Path(scratch), wanted, config, dtype)) as versions,
     ):
         values = replayer.replay(versions, [*claimed, *others])
