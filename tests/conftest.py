@@ -24,13 +24,15 @@ TESTS = Path(__file__).parent
 NEEDS = {
     "embedded": ("torch", "tokenizers", "jinja2"),
     "real": ("torch", "tokenizers", "jinja2", "matplotlib"),
+    "real/sglang": ("sglang", "torch", "tokenizers"),
     "recipes": ("torch", "tokenizers", "jinja2", "matplotlib", "transformers"),
 }
 
 
 def missing_for(path: Path) -> list[str]:
-    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
-    return [name for name in NEEDS.get(folder, ()) if importlib.util.find_spec(name) is None]
+    folders = path.relative_to(TESTS).parts[:-1] if path.is_relative_to(TESTS) else ()
+    needed = NEEDS.get("/".join(folders[:2]), NEEDS.get("/".join(folders[:1]), ()))
+    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)

@@ -4,7 +4,8 @@ Every trajectory is recomputed under the versions that it claims, and under neig
 kernels round differently, so neither is exact; how far they are off when the version is surely right is
 measured first, within version 0 before training. For a span of n tokens, at least 16, of one version:
 
-- its distance from a version is the mean difference of its log-probabilities from those recomputed;
+- its distance from a version is the mean difference of its tokens' log-odds from those recomputed: in
+  log-odds rounding counts the same whether a token was sure or not;
 - it speaks for its label if the neighbour is further away, by more than noise makes of the mean of n tokens:
   three standard errors, the undecided band;
 - it speaks against its label if the neighbour is as much nearer, or if its distance is four times that of
@@ -28,6 +29,7 @@ from stitch_embedded.report import token_spans
 SPAN_TOKENS = 16
 REQUIRED_FRACTION = 0.9
 ERRORS, FAR = 3.0, 4.0
+SURE = -1e-5
 CALIBRATION = "calibration"
 
 
@@ -183,5 +185,11 @@ def spans(record: Record) -> list[range]:
 
 
 def distances(record: Record, values: Sequence[float], span: range) -> list[float]:
-    """How far each recorded log-probability of the span is from ``values``."""
-    return [abs(record.logprobs[i] - values[i]) for i in span]
+    """How far each token of the span is in log-odds from ``values``, its log-probabilities recomputed."""
+    return [abs(log_odds(record.logprobs[i]) - log_odds(values[i])) for i in span]
+
+
+def log_odds(logprob: float) -> float:
+    """log(p / (1 - p)); what is surer than SURE counts as that."""
+    bounded = min(logprob, SURE)
+    return bounded - math.log(-math.expm1(bounded))

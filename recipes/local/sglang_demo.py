@@ -35,6 +35,8 @@ RATE = 5e-4
 """Of learning: neighbouring versions must differ by more than kernels round."""
 JOIN, WAIT = 0.3, 0.8
 """As shares of the steps: the joiner is started, and training waits until it serves."""
+SLOWLY = 6.0
+"""Seconds that a step waits at least while the joiner starts, so that it sees versions go by."""
 NEW_TOKENS = 48
 
 
@@ -65,16 +67,20 @@ class SGLangSettings(Settings):
 
 
 class JoinedRollouts(Rollouts):
-    """Hands out no batch from ``wait_from`` on until ``joined`` is set."""
+    """Batches come slower from step ``joins`` on, and none from ``wait_from`` on, until ``joined`` is set."""
 
-    def __init__(self, *arguments: Any, wait_from: int, joined: asyncio.Event) -> None:
+    def __init__(self, *arguments: Any, joins: int, wait_from: int, joined: asyncio.Event) -> None:
         super().__init__(*arguments)
-        self._wait_from, self._joined, self._batches = wait_from, joined, 0
+        self._joins, self._wait_from, self._joined = joins, wait_from, joined
+        self._batches = 0
 
     async def batch(self, *, oldest: int, timeout: float) -> list[Group]:
         self._batches += 1
-        if self._batches >= self._wait_from:
-            await self._joined.wait()
+        if self._batches > self._joins:
+            patience = SLOWLY if self._batches < self._wait_from else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._joined.wait()
         return await super().batch(oldest=oldest, timeout=timeout)
 
 
@@ -137,10 +143,11 @@ async def play(settings: SGLangSettings, python: Path) -> dict[str, Any]:
         await fleet.start_replica("retract")
         async with GatewayClient(url, settings, lambda: publisher.head, fleet.kv_modes.__getitem__) as client:
             await _ask(client, settings, file, noisy_proof.CALIBRATION)
-            joined = asyncio.Event()
+            joined, joins = asyncio.Event(), round(JOIN * settings.steps)
             rollouts = JoinedRollouts(
-                client, settings, file.write, wait_from=round(WAIT * settings.steps), joined=joined
-            )
+                client, settings, file.write, joins=joins, wait_from=round(WAIT * settings.steps),
+                joined=joined,
+            )  # fmt: skip
             trainer = Trainer(Grpo(trained, RATE), rollouts, publisher, settings)
             joining: list[asyncio.Task[None]] = []
 
@@ -152,7 +159,7 @@ async def play(settings: SGLangSettings, python: Path) -> dict[str, Any]:
 
             def step_done(step: int) -> None:
                 print(f"step {step}: version {step}, {rollouts.finished} groups", flush=True)
-                if step == round(JOIN * settings.steps):
+                if step == joins:
                     joining.append(asyncio.create_task(join()))
 
             await _beside(trainer.run(step_done), rollouts.run())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from recipes.local.noisy_proof import Noise, NoisyReport, SpanScore, Verdicts, judge
+from recipes.local.noisy_proof import Noise, NoisyReport, SpanScore, Verdicts, judge, log_odds
 
 NOISE = Noise(sigma=0.004, widest=0.01)
 RIGHT, WRONG, UNCLEAR = SpanScore(0.005, 0.2, 16), SpanScore(0.2, 0.005, 16), SpanScore(0.005, 0.007, 16)
@@ -22,6 +24,12 @@ def test_noise_is_measured_on_tokens_and_spans() -> None:
     assert noise.widest == pytest.approx(0.005)
     assert NOISE.band(16) == pytest.approx(0.003)
     assert NOISE.band(64) == pytest.approx(0.0015)
+
+
+def test_log_odds() -> None:
+    assert log_odds(math.log(0.5)) == pytest.approx(0.0)
+    assert log_odds(math.log(0.9)) == pytest.approx(math.log(9))
+    assert log_odds(0.0) == log_odds(-1e-9) == pytest.approx(11.51, abs=0.01)
 
 
 def test_verdicts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,10 @@ from stitch_core.stores import open_store
 from stitch_core.stores.bounded import BoundedStore
 
 from .engine import SGLangEngine
-from .server import Scratch, replica_id
+from .server import Scratch, reachable_url, replica_id
 from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 STORE_SECONDS = 60.0
 
@@ -34,7 +37,7 @@ class Follower:
         assert settings.store is not None
         self._settings = settings
         self._id = replica_id(settings)
-        self._address = settings.address or server_args.url()
+        self._address = settings.address or reachable_url(server_args)
         self._boot = Path(server_args.model_path).resolve()
         self._scratch = Scratch(settings.host_dir)
         self._clock = SystemClock()
@@ -47,6 +50,7 @@ class Follower:
             self._clock, random.Random(), asyncio.to_thread,
             ActivationSettings(settings.kv_mode, settings.drain_all, settings.pin_drain),
             poll=settings.poll, make_stager=self._make_stager,
+            say=lambda text: logger.warning("stitch: %s", text),
         )  # fmt: skip
         self.gate.on_refused = self._reconciler.wake
         self._announcer = Announcer(self._store, self._reconciler, self._id, self._address)

@@ -30,7 +30,7 @@ def register() -> None:
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import messages, scheduler
+    from . import messages, names, scheduler
 
     messages.register()
     hooks = {
@@ -39,6 +39,8 @@ def _register_hooks() -> None:
         symbols.LAUNCH: (before_launch_subprocesses, HookType.BEFORE),
         symbols.SERVE: (before_setup_and_run_http_server, HookType.BEFORE),
         symbols.GENERATE: (around_generate_request, HookType.AROUND),
+        symbols.ABORT: (names.around_abort_request, HookType.AROUND),
+        symbols.RENAME: (names.around_regenerate_rid, HookType.AROUND),
         symbols.DISPATCHER: (scheduler.after_init_request_dispatcher, HookType.AFTER),
         symbols.TAKE: (scheduler.before_handle_generate_request, HookType.BEFORE),
     }

@@ -17,7 +17,7 @@ from .messages import DONE, REFUSED, UNCERTAIN, StitchActivateReqInput, StitchAc
 
 logger = logging.getLogger(__name__)
 
-# Between the label and the client's own key. No label has it.
+# Between our part of a KV key and the client's own. No label has it.
 KEY_SEPARATOR = ";"
 
 # What SGLang's disk update says when it failed before it wrote a byte.
@@ -32,13 +32,14 @@ def after_init_request_dispatcher(result: object, scheduler: Any) -> None:
     missing = [one.target for one in symbols.HOOKED if one.target not in HookRegistry._patched]
     if missing:
         raise SystemExit(f"stitch: SGLang did not apply the hook on {missing[0]}")
+    scheduler.stitch_activations = 0
     handler = partial(activate, scheduler)
     scheduler._request_dispatcher += TypeBasedDispatcher([(StitchActivateReqInput, handler)])
 
 
 def before_handle_generate_request(scheduler: Any, recv_req: Any, **_: Any) -> None:
-    """Key the request's KV by the version that computes it."""
-    recv_req.extra_key = f"{_label()}{KEY_SEPARATOR}{recv_req.extra_key or ''}"
+    """Key the request's KV by the activation under which it is computed."""
+    recv_req.extra_key = _key(scheduler, recv_req.extra_key or "")
 
 
 def activate(scheduler: Any, request: StitchActivateReqInput) -> StitchActivateReqOutput:
@@ -102,10 +103,18 @@ def _relabel(scheduler: Any, label: str, *, keeps_kv: bool) -> None:
             if not request.output_ids and request.kv.kv_committed_len and request not in in_flight:
                 add_rows(request.weight_version_events, old, request.kv.kv_committed_len)
     scheduler.record_weight_version_change(new_version=label)
+    scheduler.stitch_activations += 1
     for request in in_flight:
         _own_one_more(request, old)
     for request in _waiting(scheduler):
-        request.extra_key = label + KEY_SEPARATOR + request.extra_key.partition(KEY_SEPARATOR)[2]
+        request.extra_key = _key(scheduler, request.extra_key.partition(KEY_SEPARATOR)[2])
+
+
+def _key(scheduler: Any, own: str) -> str:
+    """Of run and version, and of the activation: what in-place activations left mixed under a version's key
+    must not be found should that version be activated again.
+    """
+    return f"{_label()}#{scheduler.stitch_activations}{KEY_SEPARATOR}{own}"
 
 
 def _own_one_more(request: Any, old: str) -> None:

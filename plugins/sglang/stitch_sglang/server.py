@@ -165,6 +165,15 @@ def replica_id(settings: Settings) -> str:
     return check_run_id(settings.id or f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}")
 
 
+def reachable_url(server_args: Any) -> str:
+    """Where others find a server that was told no address: on all interfaces, by this machine's name."""
+    url: str = server_args.url()
+    if server_args.host in ("0.0.0.0", "::"):
+        scheme = url.partition(":")[0]
+        return f"{scheme}://{socket.gethostname()}:{server_args.port}"
+    return url
+
+
 class Scratch:
     """The host checkpoint's directory, removed at the end if nobody named one."""
 

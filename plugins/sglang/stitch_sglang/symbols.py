@@ -59,10 +59,12 @@ SERVE = Symbol(
     ),
 )
 GENERATE = Symbol(f"{MANAGER}.generate_request", ("self", "obj"))
+ABORT = Symbol(f"{MANAGER}.abort_request", ("self", "rid", "abort_all"))
+RENAME = Symbol(f"{IO}.GenerateReqInput.regenerate_rid", ("self",))
 DISPATCHER = Symbol(f"{SCHEDULER}.init_request_dispatcher", ("self",))
 TAKE = Symbol(f"{SCHEDULER}.handle_generate_request", ("self", "recv_req"))
 
-HOOKED = (ADD_FLAGS, PARSED, LAUNCH, SERVE, GENERATE, DISPATCHER, TAKE)
+HOOKED = (ADD_FLAGS, PARSED, LAUNCH, SERVE, GENERATE, ABORT, RENAME, DISPATCHER, TAKE)
 
 USED = (
     Symbol(f"{IO}.hook_custom_types", ("new_types",)),
@@ -89,7 +91,6 @@ USED = (
     Symbol(f"{SRT}.utils.weight_versions.WeightVersionEvent", ("old_version", "num_output_tokens")),
     Symbol(f"{SRT}.runtime_context.get_serving"),
     Symbol(f"{SRT}.runtime_context.get_parallel"),
-    Symbol(f"{MANAGER}.abort_request", ("self",)),
     Symbol(f"{MANAGER}.auto_create_handle_loop", ("self",)),
     Symbol(f"{MANAGER}.config_value", ("self", "name")),
     Symbol(f"{MANAGER}._update_weight_version_if_provided", ("self", "weight_version")),

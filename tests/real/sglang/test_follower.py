@@ -187,6 +187,22 @@ async def test_an_abort_before_the_first_token_has_a_version(world: World) -> No
     assert answer["meta_info"]["weight_version"].isdigit()
 
 
+async def test_an_abort_reaches_every_copy(world: World) -> None:
+    body = {
+        "input_ids": PROMPT,
+        "rid": "many",
+        "sampling_params": {"max_new_tokens": 3000, "n": 3, "ignore_eos": True},
+    }
+    asked = asyncio.ensure_future(world.server.call("POST", "/generate", body))
+    await world.status_until(lambda status: status["active_requests"] == 1)
+    await asyncio.sleep(1.0)
+    assert (await world.server.call("POST", "/abort_request", {"rid": "many"}))[0] == 200
+    status, answers, _ = await asked
+    assert status == 200, answers
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort"] * 3
+    assert all(answer["meta_info"]["id"].startswith("many") for answer in answers)
+
+
 @pytest.mark.parametrize(
     "demand",
     [
