@@ -5,6 +5,7 @@ docs/format.md describes every field. This module does no I/O.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -167,6 +168,10 @@ class Manifest:
         return Row(self.number, self.key, self.digest(), self.state, self.representation.bytes)
 
     def digest(self) -> str:
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
         return bytes_digest(self.encode())
 
     def encode(self) -> bytes:

@@ -25,6 +25,7 @@ from .manifest import Manifest
 from .ports import Store, SystemClock
 from .publisher import Boot, Payload, Publisher, PublishError
 from .safetensors import Tensor
+from .scratch import own_directory
 from .stores import open_store
 from .stores.bounded import BoundedStore
 
@@ -62,12 +63,14 @@ class PolicyPublisher:
         producer: Mapping[str, Any],
     ) -> None:
         """See ``start``."""
-        self._files, self._clock, self._work = PosixFiles(), SystemClock(), work
+        self._files, self._clock = PosixFiles(), SystemClock()
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files))
         self._pending: deque[Future[Published]] = deque()
         self._broken = threading.Event()
         self._turn = asyncio.Lock()
         self._store: Store | None = None
+        self._held = contextlib.ExitStack()
+        self._work = self._held.enter_context(own_directory(work, self._files))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stitch-publish", daemon=True)
         self._thread.start()
@@ -173,6 +176,7 @@ class PolicyPublisher:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._held.close()
 
     # ------------------------------------------------------------------- on the publishing thread's loop
 

@@ -58,7 +58,7 @@ class Gate:
         self._leaving = False
         self._stopping = False
         self._why_closed = "this replica is booting"
-        self._tickets: set[Ticket] = set()
+        self._tickets: dict[Ticket, None] = {}  # in the order of admission
         self._changed = asyncio.Event()
         self._runs: list[str] = []
         self._channel_run: str | None = None
@@ -92,12 +92,12 @@ class Gate:
             return refusal
         assert self.serving is not None
         ticket = Ticket(request_id, constraint, self.serving)
-        self._tickets.add(ticket)
+        self._tickets[ticket] = None
         return ticket
 
     def release(self, ticket: Ticket) -> None:
         """The request has ended, however."""
-        self._tickets.discard(ticket)
+        self._tickets.pop(ticket, None)
         self._notify()
 
     async def _pass(self, constraint: VersionConstraint) -> Refusal | None:

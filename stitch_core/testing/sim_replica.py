@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 from ..host_checkpoint import HostCheckpoint
 from ..ports import KVMode
 from ..replica.activation import ActivationSettings, ReplicaFailed
-from ..replica.admission import Gate, Ticket
+from ..replica.admission import Gate
 from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..versions import VersionConstraint
@@ -16,25 +15,6 @@ from .process import SimulatedProcess
 from .sim_engine import BOOT_LABEL, SimulatedEngine, SimulatedEngineClient
 from .sim_http import Response, call, engine_app
 from .sim_world import BOOT, DISK, RAM, World
-
-
-class _InOrder(set[Ticket]):
-    """A set that is walked in the order of insertion, not of addresses: a seed must replay exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._order: dict[Ticket, None] = {}
-
-    def add(self, ticket: Ticket) -> None:
-        super().add(ticket)
-        self._order[ticket] = None
-
-    def discard(self, ticket: object) -> None:
-        super().discard(ticket)
-        self._order.pop(ticket, None)  # type: ignore[call-overload]
-
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._order)
 
 
 class SimulatedReplica:
@@ -115,7 +95,6 @@ class SimulatedReplica:
         files, clock = self.machine.files(process), world.clock()
         engine = SimulatedEngineClient(self.engine, process)
         gate = self.gate = Gate(clock)
-        gate._tickets = _InOrder()
         host = HostCheckpoint(self._host_root, files, nonce=world.nonce, batch_bytes=40)
         self.reconciler = reconciler = Reconciler(
             store=world.store(process), engine=engine, gate=gate, host=host, follow=self.follow, boot=BOOT,
