@@ -36,6 +36,6 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
 
 def test_no_room_in_ram_means_the_default_place(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(1 << 45)
+        file.truncate(1 << 41)
     assert scratch_parent(tmp_path) is None
     assert scratch_parent(tmp_path / "missing") is None
