@@ -12,6 +12,8 @@ PYTHONPATH := $(CURDIR)
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/gateway
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/embedded
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/sglang
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/slime
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/miles
 export PYTHONPATH
 
 # Evaluated at first use, so that `make help` starts no Python.
@@ -27,13 +29,17 @@ ENGINE ?= embedded
 DEMO_embedded = recipes.local.demo
 DEMO_sglang = recipes.local.sglang_demo --python $(PY_SGLANG)
 
+# And so has the trainer of miles-rl, which brings Ray, Megatron and a copy of SGLang.
+VENV_MILES = $(eval VENV_MILES := $$(shell $$(PYTHON) scripts/venv.py path miles))$(VENV_MILES)
+PY_MILES = $(VENV_MILES)/bin/python
+
 # A skip for want of a module is a failure here: this environment has them all.
 PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
 # pytest exits with 5 when a tier has no tests.
 TIER_MAY_BE_EMPTY = || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-sglang venv-path demo check test test-sglang test-long lint format bench clean
+.PHONY: help venv venv-sglang venv-miles venv-path demo check test test-sglang test-long lint format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +49,9 @@ venv: ## make the virtual environment, if it is not there yet
 
 venv-sglang: ## make the virtual environment of stock SGLang, if it is not there yet
 	@$(PYTHON) scripts/venv.py build sglang
+
+venv-miles: ## make the virtual environment of the trainer miles-rl, if it is not there yet
+	@$(PYTHON) scripts/venv.py build miles
 
 venv-path: ## print where the virtual environment is
 	@$(PYTHON) scripts/venv.py path

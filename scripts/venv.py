@@ -1,5 +1,5 @@
 """The shared virtual environments: `venv.py path [NAME]` prints where one is, `venv.py build [NAME]` makes
-it. NAME is `core` (the default) or `sglang`.
+it. NAME is `core` (the default), `sglang` or `miles`.
 
 They lie outside the clone, named by what goes into them, so that a second clone with the same requirements
 starts at once. Stitch itself is never installed there: a clone runs its own code, through PYTHONPATH.
@@ -24,7 +24,7 @@ import subprocess
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
-NAMES = ("core", "sglang")
+NAMES = ("core", "sglang", "miles")
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "")
 
 

@@ -23,6 +23,7 @@ TESTS = Path(__file__).parent
 # By folder: the modules that its tests need and that the dependency group `dev` does not bring.
 NEEDS = {
     "embedded": ("torch", "tokenizers", "jinja2"),
+    "gloo": ("torch",),
     "real": ("torch", "tokenizers", "jinja2", "matplotlib"),
     "real/sglang": ("sglang", "torch", "tokenizers"),
     "recipes": ("torch", "tokenizers", "jinja2", "matplotlib", "transformers"),
