@@ -327,3 +327,22 @@ class Pool(Protocol):
 
     async def replicas(self) -> Sequence[ReplicaAddress]: ...
     async def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------------- trainer's group
+
+
+class TrainerGroup(Protocol):
+    """The processes of one trainer. Every process makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's (picklable) value, in the order of ranks, in every process.
+
+        Raises when a process is gone, as the framework's group does.
+        """
+        ...

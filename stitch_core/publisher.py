@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, TypeVar
 
 from .chain import ChainReader, NoHead
 from .head import Head, head_key
@@ -22,8 +21,10 @@ from .manifest import (
     PayloadFile,
     Representation,
     extend_history,
+    payload_prefix,
     run_prefix,
 )
+from .payload import Boot, Payload
 from .ports import (
     AlreadyExists,
     Blob,
@@ -60,33 +61,6 @@ class Fenced(PublishError):
 
 class OutcomeUnknown(PublishError):
     """Nobody can tell whether the head moved; only a new claim can find out."""
-
-
-@dataclass(frozen=True)
-class Boot:
-    """Version 0: where the boot checkpoint comes from, in words, and its state digest."""
-
-    source: str
-    state: str
-
-
-@dataclass(frozen=True)
-class Payload:
-    """A version to publish: files in ``directory`` and what they stand for.
-
-    ``state`` is the state that results, ``base`` the proven state that a delta applies to, ``changed``
-    the old and new xxh3-128 of each tensor in it, ``step`` the trainer's step.
-    """
-
-    kind: Literal["full", "delta"]
-    state: str
-    directory: Path
-    files: tuple[str, ...]
-    base: str | None = None
-    encoding: str | None = None
-    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    step: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Transfer(TypedDict):
@@ -217,6 +191,10 @@ class Publisher:
         self._next += 1
         return self._next - 1
 
+    def prefix(self, number: int) -> str:
+        """The key prefix for files of a reserved ``number`` that other processes upload, create-only."""
+        return run_prefix(self.run) + payload_prefix(number, self._claimed().head.epoch)
+
     async def publish(self, payload: Payload, number: int | None = None) -> Manifest:
         """Make ``payload`` the newest version, under ``number`` from ``reserve`` (the next one by default).
 
@@ -281,6 +259,8 @@ class Publisher:
             return
         floor = parent.floor.number if parent.floor else parent.number
         bases = {parent.state} | {row.state for row in parent.history if row.number >= floor}
+        if parent.floor:  # may be older than what the history still lists
+            bases.add(parent.floor.state)
         if payload.base not in bases:
             raise PublishError(
                 f"the delta's base {payload.base} is not the state of a version of run {self.run} from its "
@@ -300,20 +280,25 @@ class Publisher:
             producer=self._producer, metadata=dict(payload.metadata),
         )  # fmt: skip
 
-        async def one(name: str) -> PayloadFile:
+        how: _Transfer = {"policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking}
+
+        async def put(name: str) -> PayloadFile:
             async with limit:
                 path = payload.directory / name
                 size = await self._run_blocking(self._files.size, path)
                 sha256 = await self._run_blocking(file_digest, self._files, path, size)
-                key, source = manifest.file_key(name), FileSource(self._files, path, size)
-                how: _Transfer = {
-                    "policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking
-                }  # fmt: skip
-                await upload(self._store, key, source, sha256, **how)
-                await verify(self._store, key, size, sha256, **how)
-                return PayloadFile(name, size, sha256)
+                await upload(
+                    self._store, manifest.file_key(name), FileSource(self._files, path, size), sha256, **how
+                )
+            return await check(PayloadFile(name, size, sha256))
 
-        tasks = [asyncio.ensure_future(one(name)) for name in payload.files]
+        async def check(file: PayloadFile) -> PayloadFile:
+            async with limit:
+                await verify(self._store, manifest.file_key(file.name), file.size, file.sha256, **how)
+                return file
+
+        tasks = [asyncio.ensure_future(put(name)) for name in payload.files]
+        tasks += [asyncio.ensure_future(check(file)) for file in payload.uploaded]
         try:
             uploaded = await asyncio.gather(*tasks)
         except BaseException:

@@ -1,11 +1,13 @@
-"""Runs blocking calls in threads: the ``ports.RunBlocking`` of backends that have no async face."""
+"""Between blocking and async code: ``Threads`` for blocking backends, ``LoopThread`` for blocking callers."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,3 +29,31 @@ class Threads:
     def close(self) -> None:
         """Take no more calls; those that run end in their own time."""
         self._pool.shutdown(wait=False)
+
+
+class LoopThread:
+    """An event loop in a thread of its own: how synchronous code calls async ports. Used by any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, call: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """The call's result. TimeoutError after ``timeout`` seconds, and then it is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            if not future.done():
+                future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread; nothing may be running."""
+        if self._loop.is_closed():
+            return
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -102,16 +102,44 @@ def write_delta(
             raise DeltaError(f"{path}: there is a delta already")
         if name.endswith((".safetensors", ".tmp")):
             files.remove(path / name)
+    weight_map = write_shards(path, files, payloads, shard_bytes=shard_bytes)
+    write_index(path, files, weight_map, number=number, base_number=base_number, encoding=encoding)
+    return [*sorted(set(weight_map.values())), INDEX_NAME]
+
+
+def write_shards(
+    path: Path,
+    files: Files,
+    payloads: Mapping[str, tuple[bytes, str]],
+    *,
+    stem: str = "model",
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, str]:
+    """Write one writer's shards into a directory that is there; the file of each tensor.
+
+    Writers that share a directory need ``stem``s of their own.
+    """
     shards = list(_shards(payloads, shard_bytes))
-    names: list[str] = []
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        file = f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors"
         frames = {name: Tensor("U8", (len(payloads[name][0]),), payloads[name][0]) for name in shard}
         write_file(path / file, files, frames, {name: payloads[name][1] for name in shard})
-        names.append(file)
         weight_map |= dict.fromkeys(shard, file)
     files.sync(path)
+    return weight_map
+
+
+def write_index(
+    path: Path,
+    files: Files,
+    weight_map: Mapping[str, str],
+    *,
+    number: int,
+    base_number: int,
+    encoding: str = "xor",
+) -> None:
+    """Write the index, durable; every shard is there already."""
     metadata = {
         "version": f"{number:06d}",
         "base_version": f"{base_number:06d}",
@@ -119,10 +147,9 @@ def write_delta(
         "compression_format": "zstd",
         "checksum_format": "xxh3-128",
     }
-    index = json.dumps({"metadata": metadata, "weight_map": weight_map})
+    index = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)})
     write_atomic(files, path / INDEX_NAME, index.encode())
     files.sync(path.parent)
-    return [*names, INDEX_NAME]
 
 
 def _shards(payloads: Mapping[str, tuple[bytes, str]], bound: int) -> Iterator[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from ..state import ITEM_BITS, TensorInfo, layout_difference, state_digest, tens
 from . import wire, xor
 from .directory import write_delta
 from .wire import DeltaError
+
+Writer = Callable[[Mapping[str, tuple[bytes, str]]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ class DeltaEncoder:
         Raises DeltaError, naming the tensor, when the layout differs from the base's; after any error the
         base is as it was. ``number`` and ``base_number`` are only what the index says.
         """
+        return self.write(
+            tensors,
+            lambda payloads: write_delta(directory, files, payloads, number=number, base_number=base_number),
+        )
+
+    def write(self, tensors: Mapping[str, Tensor], writer: Writer) -> EncodedDelta:
+        """As ``encode``, through ``writer``: it gets each changed tensor's frame and the xxh3-128 of its new
+        bytes, and returns the names of the files that it wrote."""
         table = self._new_table(tensors)
         frames: dict[str, bytes] = {}
         changed: dict[str, tuple[str, str]] = {}
@@ -106,8 +116,7 @@ class DeltaEncoder:
             changed[name] = self.table[name].digest, info.digest
             changed_elements += _count_changed(diff, info.dtype)
             changed_bytes += int(np.count_nonzero(diff))
-        payloads = {name: (frame, changed[name][1]) for name, frame in frames.items()}
-        names = write_delta(directory, files, payloads, number=number, base_number=base_number)
+        names = writer({name: (frame, changed[name][1]) for name, frame in frames.items()})
         encoded = EncodedDelta(
             self.state, state_digest(table), "xor", changed, tuple(names),
             changed_elements, self._elements(),

@@ -1,0 +1,50 @@
+"""What the plugin relies on in Miles; run on miles-rl 0.0.2, read in revision 31f1ca961 of 2026-08-21.
+
+``DELTA`` are releases that publish deltas themselves, ``GATHER`` those before, where the framework's gather
+feeds Stitch's own encoder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from stitch_core.trainers.signatures import Symbol
+
+_UPDATE = "miles.backends.megatron_utils.update_weight.update_weight_from_distributed"
+UPDATER = f"{_UPDATE}.delta:UpdateWeightFromDiskDelta"
+MIXIN = f"{_UPDATE}.mixin:DistBucketedWeightUpdateMixin"
+
+COMMON = (
+    Symbol("miles.utils.distributed_utils:get_gloo_group", (), "receipts"),
+    Symbol("miles.utils.http_utils:post", ("url", "payload"), "constraints"),
+)
+DELTA = (
+    Symbol(f"{UPDATER}.update_weights", ("self",), "publish"),
+    Symbol(f"{UPDATER}._capture_baseline", ("self",), "claim before the first snapshot"),
+    Symbol(f"{UPDATER}._for_each_hf_bucket", ("self", "bucket_func"), "tensors without dimensions"),
+)
+GATHER = (
+    Symbol(
+        f"{MIXIN}._gather_and_update_non_expert_weights",
+        ("self", "update_bucket_weight_func", "pbar"),
+        "own updater: gather",
+    ),
+    Symbol(
+        f"{MIXIN}._gather_and_update_expert_weights",
+        ("self", "update_bucket_weight_func", "pbar"),
+        "own updater: gather of experts",
+    ),
+    Symbol("miles.backends.megatron_utils.actor:UpdateWeightFromDistributed", None, "own updater: its place"),
+    Symbol("miles.backends.training_utils.parallel:get_parallel_state", (), "own updater: source ranks"),
+)
+ROLLOUT = (
+    Symbol("miles.utils.http_utils:post", ("url", "payload"), "constraints"),
+    Symbol("miles.rollout.generate_hub.single_turn:generate", ("input",), "generation"),
+    Symbol("miles.rollout.data_source:RolloutDataSourceWithBuffer.save", ("self", "rollout_id"), "record"),
+    Symbol("miles.rollout.data_source:RolloutDataSourceWithBuffer.load", ("self", "rollout_id"), "resume"),
+)  # fmt: skip
+
+
+def writes_deltas() -> bool:
+    """Whether the installed Miles has a delta updater of its own."""
+    return importlib.util.find_spec(UPDATER.partition(":")[0]) is not None

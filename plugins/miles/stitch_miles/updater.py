@@ -1,0 +1,82 @@
+"""The weight updater for releases of Miles that write no deltas: their gather, Stitch's encoder."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from stitch_core.safetensors import Tensor
+from stitch_core.trainers.hooks import trainer
+from stitch_core.trainers.own_delta import OwnDelta
+from stitch_core.trainers.torch_bytes import as_tensor
+
+from .symbols import MIXIN
+
+logger = logging.getLogger("stitch")
+
+
+def updater_class() -> type:
+    """The updater, on the installed Miles' own gather."""
+    import torch
+    import torch.distributed
+    from miles.backends.training_utils.parallel import get_parallel_state
+    from miles.utils.distributed_utils import get_gloo_group
+
+    from stitch_core.trainers.signatures import resolve
+
+    mixin: Any = resolve(MIXIN)
+
+    class StitchDeltaUpdater(mixin):
+        """Publishes the policy at every ``update_weights``; collective. Never talks to an engine."""
+
+        def __init__(
+            self, args: Any, model: Any, weights_getter: Any, *, model_name: str, quantization_config: Any,
+            is_lora: bool = False,
+        ) -> None:  # fmt: skip
+            if is_lora:
+                raise NotImplementedError("LoRA adapters are not published: train the full weights")
+            self.args, self.model, self.model_name = args, model, model_name
+            self.quantization_config = quantization_config
+            self.weight_version = 0
+            self._group_name = "stitch"
+            self._delta: OwnDelta | None = None
+
+        def connect_rollout_engines(self, rollout_engines: Any, rollout_engine_lock: Any, **_: Any) -> None:
+            """Replicas follow the store; there is nothing to connect."""
+            self.rollout_engines = rollout_engines
+
+        def disconnect_rollout_engines(self) -> None:
+            pass
+
+        @property
+        def _is_source(self) -> bool:
+            state = get_parallel_state()
+            return bool(state.intra_dp_cp.rank == 0 and state.tp.rank == 0)
+
+        def update_weights(self) -> None:
+            """Gather, encode, publish. At a fresh start the weights are version 0: nothing is published."""
+            here = trainer()
+            with torch.no_grad():
+                tensors = self._gather()
+            if self._delta is None:
+                self.weight_version = here.begin().number
+                self._delta = OwnDelta(here.publisher, here.files)
+            number = self._delta.publish(tensors, step=here.step)
+            if number is not None:
+                self.weight_version = number
+                if here.group.rank == 0:
+                    logger.info("published version %d of run %s", number, here.settings.run)
+
+        def _gather(self) -> dict[str, Tensor]:
+            tensors: dict[str, Tensor] = {}
+
+            def keep(bucket: list[tuple[str, Any]], pbar: Any = None) -> None:
+                tensors.update((name, as_tensor(value)) for name, value in bucket)
+
+            self._gather_and_update_non_expert_weights(keep, None)
+            torch.distributed.barrier(group=get_gloo_group())
+            self._gather_and_update_expert_weights(keep, None)
+            torch.distributed.barrier(group=get_gloo_group())
+            return tensors
+
+    return StitchDeltaUpdater

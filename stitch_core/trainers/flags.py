@@ -1,0 +1,37 @@
+"""The settings as ``--stitch-*`` flags, for frameworks that let a plugin add some."""
+
+from __future__ import annotations
+
+import argparse
+
+from .settings import PREFIX, TrainerSettings
+
+HELP = {
+    "run": "the run's id",
+    "store": "URL of the store, such as file:/data/stitch",
+    "boot": "HF checkpoint directory that is version 0 (default: --hf-checkpoint)",
+    "work": "scratch space on every host",
+    "channel": "a channel to point at the run when it is claimed",
+    "lag": "how many versions behind the head a rollout may start",
+    "consumer": "name of rollout requests at the gateway",
+    "eval_consumer": "name of evaluation requests at the gateway",
+    "keep_files": "leave published directories where the framework wrote them",
+    "inner_rollout": "a rollout function of your own",
+    "inner_generate": "a generate function of your own",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting; a parser that has them is left as it is.
+
+    Without a default, so that what is not given stays with the YAML and with TrainerSettings.
+    """
+    for key, text in HELP.items():
+        flag = f"--{PREFIX}{key}".replace("_", "-")
+        if flag in parser._option_string_actions:
+            continue
+        if TrainerSettings.__annotations__[key] == "bool":
+            parser.add_argument(flag, action="store_true", default=None, help=f"Stitch: {text}")
+        else:
+            kind = int if TrainerSettings.__annotations__[key] == "int" else str
+            parser.add_argument(flag, type=kind, default=None, help=f"Stitch: {text}")

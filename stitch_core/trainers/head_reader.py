@@ -1,0 +1,41 @@
+"""The head of a run, as rollout code asks for it: synchronously, and not more often than it has to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..chain import ChainReader, NoHead
+from ..head import Head
+from ..ports import Store
+from ..stores.bounded import BoundedStore
+from ..threads import LoopThread
+
+READ_SECONDS = 60.0
+
+
+class HeadReader:
+    """Reads the head of ``run``; used by any thread."""
+
+    def __init__(self, open_store: Callable[[], Store], run: str, *, fresh_for: float = 1.0) -> None:
+        """``fresh_for``: seconds for which an answer of ``recent`` holds."""
+        self.run = run
+        self._loop = LoopThread("stitch-head")
+        self._chain = ChainReader(BoundedStore(open_store(), READ_SECONDS))
+        self._fresh_for = fresh_for
+        self._last: tuple[float, Head] | None = None
+
+    def read(self) -> Head | None:
+        """The head now, None before the run's first claim. Raises StoreError, FormatError."""
+        try:
+            head, _ = self._loop.run(self._chain.head(self.run))
+        except NoHead:
+            return None
+        self._last = time.monotonic(), head
+        return head
+
+    def recent(self) -> Head | None:
+        """The head, as of at most ``fresh_for`` seconds ago."""
+        if self._last is not None and time.monotonic() - self._last[0] < self._fresh_for:
+            return self._last[1]
+        return self.read()

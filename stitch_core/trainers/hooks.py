@@ -1,0 +1,128 @@
+"""The hooks on the trainer side that slime and Miles share: same arguments, same times.
+
+A process has one trainer, so what was set up at start is kept here for the hooks that are called later.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..files import PosixFiles
+from ..ports import TrainerGroup
+from .group import RanksFailed, together
+from .publication import GroupPublisher, Start
+from .settings import TrainerSettings, read_settings
+
+logger = logging.getLogger("stitch")
+_VERSION_DIRECTORY = re.compile(r"weight_v([0-9]{6,18})\Z")
+
+
+class Trainer:
+    """Stitch in one process of a trainer: publishes for it once ``begin`` has been called.
+
+    ``step`` is the rollout that is trained on, where the framework tells.
+    """
+
+    def __init__(self, settings: TrainerSettings, group: TrainerGroup, framework: str) -> None:
+        """No I/O, nothing collective: a critic's processes set up too, and never publish."""
+        self.settings, self.group, self.framework = settings, group, framework
+        self.files = PosixFiles()
+        self.step: int | None = None
+        self._publisher: GroupPublisher | None = None
+
+    def begin(self) -> Start:
+        """Claim the run; collective. Called again it claims again."""
+        if self._publisher is None:
+            self._publisher = GroupPublisher(self.settings, self.group, producer={"name": self.framework})
+        start = self._publisher.claim()
+        if self.group.rank == 0:
+            logger.info(
+                "run %s is claimed (epoch %d), its head is version %d%s", self.settings.run, start.epoch,
+                start.number, "; the trainer's weights become the next one" if start.resumed else "",
+            )  # fmt: skip
+        return start
+
+    @property
+    def publisher(self) -> GroupPublisher:
+        if self._publisher is None:
+            raise RanksFailed("nothing has claimed the run: the updater did not start through Stitch's hook")
+        return self._publisher
+
+
+_TRAINER: Trainer | None = None
+
+
+def set_up(args: Any, group: TrainerGroup, framework: str, preflight: Callable[[], None]) -> Trainer:
+    """Check settings and framework on every rank, with one report on all of them. Raises RanksFailed."""
+    global _TRAINER
+
+    def check() -> TrainerSettings:
+        preflight()
+        return read_settings(args)
+
+    settings = together(group, "preflight of Stitch", check)[group.rank]
+    _TRAINER = Trainer(settings, group, framework)
+    return _TRAINER
+
+
+def trainer() -> Trainer:
+    """What ``set_up`` made in this process."""
+    if _TRAINER is None:
+        raise RanksFailed(
+            "Stitch was not set up in this process: pass its init hook in --custom-megatron-init-path"
+        )
+    return _TRAINER
+
+
+def post_write(args: Any, version_dir: str, rollout_engines: Any = None) -> None:
+    """``--custom-update-weight-post-write-path``: publish a version's directory. Called on every rank.
+
+    The frameworks call it once more at start, on rank 0 alone, for the directory that versions go into:
+    nothing is published then, and nothing collective may happen.
+    """
+    match = _VERSION_DIRECTORY.match(Path(version_dir).name)
+    if match is None:
+        return
+    here = trainer()
+    here.publisher.publish(Path(version_dir), int(match[1]), step=here.step)
+
+
+def before_train_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
+    """``--custom-megatron-before-train-step-hook-path``: manifests then say which rollout made them."""
+    trainer().step = rollout_id
+
+
+def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> None:
+    """Make a framework's delta updater claim the run first, count on from its head, and publish on resume.
+
+    The stock updater's first call publishes nothing and counts from 0. A resumed trainer has weights of its
+    own, which nobody serves yet: they become the next version at once.
+    """
+    original = updater.update_weights  # type: ignore[attr-defined]
+    if getattr(original, "stitch", False):
+        return
+    zero_dim(updater)
+
+    def update_weights(self: Any) -> None:
+        if self._baseline_captured:
+            original(self)
+            return
+        start = trainer().begin()
+        self.weight_version = start.number
+        original(self)
+        if start.resumed:
+            original(self)
+
+    update_weights.stitch = True  # type: ignore[attr-defined]
+    updater.update_weights = update_weights  # type: ignore[attr-defined]
+
+
+def at_least_1d(tensor: Any) -> Any:
+    """Stock encoders view tensors as bytes, which a tensor without dimensions does not allow."""
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor

@@ -1,0 +1,167 @@
+"""What a rollout request demands, and what its answer says about versions, for frameworks' own request code.
+
+The frameworks send requests through one ``post`` function. It is wrapped, so that their generation code (and
+a user's) stays as it is: the wrapper adds the demand and the session, and keeps what the answers report until
+the sample is at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..versions import HEADER_RUN, VersionConstraint
+from .settings import TrainerSettings
+
+HEADER_CONSUMER = "X-Stitch-Consumer"
+HEADER_SESSION = "X-SMG-Routing-Key"
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+Post = Callable[..., Awaitable[Any]]
+
+
+class Unattributed(Exception):
+    """An answer names no versions, or others than were demanded: it must not be trained on."""
+
+
+@dataclass
+class Episode:
+    """One sample's requests: who asks, and the reports of the answers so far."""
+
+    evaluation: bool = False
+    session: str | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+
+evaluating: contextvars.ContextVar[bool] = contextvars.ContextVar("stitch_evaluating", default=False)
+_EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("stitch_episode", default=None)
+
+
+def begin_episode(evaluation: bool, session: str | None) -> Episode:
+    """Requests of this task, and of tasks that it starts, belong to the new episode from here on."""
+    episode = Episode(evaluation, session)
+    _EPISODE.set(episode)
+    return episode
+
+
+def current_episode() -> Episode | None:
+    return _EPISODE.get()
+
+
+class Demand:
+    """Each request's constraint: at most ``lag`` versions behind the head. Evaluation asks for the head."""
+
+    def __init__(self, settings: TrainerSettings, head: Callable[[], int]) -> None:
+        """``head`` returns the newest number; it may block for one read of a small object."""
+        self.settings, self._head = settings, head
+
+    def constraint(self, evaluation: bool) -> VersionConstraint:
+        lag = 0 if evaluation else self.settings.lag
+        return VersionConstraint(min_version=max(0, self._head() - lag), run=self.settings.run)
+
+    def wrap(self, post: Post) -> Post:
+        """A ``post(url, payload, ...)`` that adds the demand to generating requests and keeps reports."""
+
+        async def stitch_post(url: str, payload: Any, *args: Any, **kwargs: Any) -> Any:
+            if not url.endswith(ROUTES) or not isinstance(payload, dict):
+                return await post(url, payload, *args, **kwargs)
+            episode = _EPISODE.get()
+            if episode is None:
+                episode = begin_episode(evaluating.get(), None)
+            wanted = await asyncio.to_thread(self.constraint, episode.evaluation)
+            if "weight_version" not in payload:
+                payload = {**payload, "weight_version": wanted.fields()}
+            kwargs["headers"] = self._headers(episode, kwargs.get("headers"))
+            answer = await post(url, payload, *args, **kwargs)
+            episode.reports.append(report_of(answer, VersionConstraint.parse(payload["weight_version"])))
+            return answer
+
+        stitch_post.stitch_wraps = post  # type: ignore[attr-defined]
+        return stitch_post
+
+    def _headers(self, episode: Episode, given: Mapping[str, str] | None) -> dict[str, str]:
+        consumer = self.settings.eval_consumer if episode.evaluation else self.settings.consumer
+        headers = {HEADER_RUN.title(): self.settings.run, HEADER_CONSUMER: consumer}
+        if episode.session is not None:
+            headers[HEADER_SESSION] = episode.session
+        return headers | dict(given or {})
+
+
+def install(demand: Demand, http_module: Any, package: str) -> None:
+    """Wrap ``http_module.post``, and every copy of it that modules of ``package`` have imported.
+
+    Installing again replaces the demand.
+    """
+    current = http_module.post
+    original = getattr(current, "stitch_wraps", current)
+    wrapped = demand.wrap(original)
+    for name, module in list(sys.modules.items()):
+        if (name == package or name.startswith(package + ".")) and module is not None:
+            held = vars(module).get("post")
+            if held is not None and (held is original or getattr(held, "stitch_wraps", None) is original):
+                module.post = wrapped  # type: ignore[attr-defined]
+    http_module.post = wrapped
+
+
+def report_of(answer: Any, wanted: VersionConstraint) -> dict[str, Any]:
+    """What an answer says of versions: run, start, end, spans. Raises Unattributed."""
+    if not isinstance(answer, dict):
+        raise Unattributed(f"the answer is {type(answer).__name__}, not an object")
+    meta = answer.get("meta_info", answer.get("metadata"))
+    meta = meta if isinstance(meta, dict) else {}
+    report = {"run": meta.get("run"), "start": meta.get("weight_version_start")}
+    report |= {"end": meta.get("weight_version_end"), "spans": meta.get("weight_versions")}
+    for key in ("kv", "kv_versions"):
+        if key in meta:
+            report[key] = meta[key]
+    start, end = report["start"], report["end"]
+    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(report["run"], str):
+        raise Unattributed(
+            "the answer does not say which versions made it: are rollout requests sent to the gateway of "
+            "Stitch (--sglang-router-ip, --sglang-router-port)?"
+        )
+    low, exact = wanted.min_version, wanted.exact_version
+    if (low is not None and start < low) or (exact is not None and {start, end} != {exact}):
+        raise Unattributed(f"the answer is of versions {start} to {end}, demanded was {wanted.fields()}")
+    if wanted.run is not None and report["run"] != wanted.run:
+        raise Unattributed(f"the answer is of run {report['run']}, demanded was run {wanted.run}")
+    return report
+
+
+def session_of(sample: Any) -> str | None:
+    """What keeps related requests on one replica: the GRPO group, else the sample's own session."""
+    group = getattr(sample, "group_index", None)
+    return f"group-{group}" if group is not None else getattr(sample, "session_id", None)
+
+
+def record(sample: Any, episode: Episode) -> None:
+    """Write an episode's reports into a finished sample, and leave the episode empty.
+
+    ``sample.metadata["stitch"]`` gets each answer's report; ``sample.weight_versions`` gets the start and end
+    of an answer that the framework recorded under its oldest version alone.
+    """
+    reports, episode.reports = episode.reports, []
+    if not reports:
+        return
+    metadata = dict(sample.metadata or {})
+    sample.metadata = metadata | {"stitch": [*metadata.get("stitch", []), *reports]}
+    known = [str(version) for version in sample.weight_versions]
+    for report in reports:
+        for version in (report["start"], report["end"]):
+            if str(version) not in known:
+                known.append(str(version))
+    sample.weight_versions = known
+
+
+def attributed(sample: Any) -> Any:
+    """The sample, if what was generated in it says which versions made it. Raises Unattributed."""
+    if getattr(sample, "response_length", 0) and not (sample.metadata or {}).get("stitch"):
+        raise Unattributed(
+            f"sample {getattr(sample, 'index', '?')} has a response and no version record: its generate "
+            "function does not send requests through the framework's post"
+        )
+    return sample

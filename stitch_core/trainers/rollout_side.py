@@ -1,0 +1,56 @@
+"""Stitch in the process that rolls out: set up once, then every request carries its demand."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..stores import open_store
+from .head_reader import HeadReader
+from .rollout import Demand, begin_episode, evaluating, install, record, session_of
+from .settings import TrainerSettings, read_settings
+
+Generate = Callable[[Any, Any, dict[str, Any]], Awaitable[Any]]
+
+
+class RolloutSide:
+    """One framework's rollout process. ``http_module`` has its ``post``, ``package`` is its name."""
+
+    def __init__(self, http_module: Any, package: str) -> None:
+        self._http_module, self._package = http_module, package
+        self._settings: TrainerSettings | None = None
+        self._head: HeadReader | None = None
+
+    def begin(self, args: Any, evaluation: bool) -> None:
+        """Before a batch of generations, whose demand is read from the head as it is now."""
+        evaluating.set(evaluation)
+        self.set_up(args).read()
+
+    def set_up(self, args: Any) -> HeadReader:
+        """Read the settings and wrap ``post``; again it only wraps copies that were imported since."""
+        if self._settings is None or self._head is None:
+            self._settings = read_settings(args)
+            url = self._settings.store
+            self._head = HeadReader(lambda: open_store(url), self._settings.run)
+        install(Demand(self._settings, self._number), self._http_module, self._package)
+        return self._head
+
+    def _number(self) -> int:
+        assert self._head is not None
+        head = self._head.recent()
+        return 0 if head is None else head.number
+
+
+def recording(generate: Generate) -> Generate:
+    """The framework's ``generate(args, sample, sampling_params)``, which then records versions itself."""
+    if hasattr(generate, "stitch_wraps"):
+        return generate
+
+    async def stitch_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        episode = begin_episode(evaluating.get(), session_of(sample))
+        result = await generate(args, sample, sampling_params)
+        record(result, episode)
+        return result
+
+    stitch_generate.stitch_wraps = generate  # type: ignore[attr-defined]
+    return stitch_generate

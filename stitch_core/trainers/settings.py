@@ -1,0 +1,134 @@
+"""The ``stitch_*`` settings of a training run, from the framework's arguments.
+
+slime and Miles set every key of their ``--custom-config-path`` YAML on the arguments. Both would let a
+misspelt key pass in silence, and slime drops unknown flags: here each is an error with the nearest name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..stores import BadUrl, open_store
+from ..versions import VersionError, check_run_id
+
+PREFIX = "stitch_"
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used; the message names each key and what to write instead."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What a run needs to know of Stitch.
+
+    ``run`` and ``store`` are required. ``boot`` is the HF checkpoint directory that is version 0 (the
+    framework's ``hf_checkpoint`` by default), ``work`` scratch space on every host, ``channel`` one to point
+    at the run when it is claimed. A rollout request must be served by the head at its start or a version at
+    most ``lag`` before it. ``consumer`` names those requests at the gateway, ``eval_consumer`` those of
+    evaluation. ``keep_files`` leaves published directories where the framework wrote them.
+    ``inner_rollout`` and ``inner_generate`` are functions of the user's own (dotted names) that ours call
+    instead of the framework's.
+    """
+
+    run: str
+    store: str
+    boot: Path
+    work: Path
+    channel: str | None = None
+    lag: int = 0
+    consumer: str = "rollout"
+    eval_consumer: str = "eval"
+    keep_files: bool = False
+    inner_rollout: str | None = None
+    inner_generate: str | None = None
+
+
+KEYS = tuple(f.name for f in dataclasses.fields(TrainerSettings))
+
+
+def read_settings(args: Any, argv: Sequence[str] = ()) -> TrainerSettings:
+    """The settings on ``args``. ``argv`` is the command line, if it is known, to find dropped flags.
+
+    Raises SettingsError with everything that is wrong.
+    """
+    values = {k.removeprefix(PREFIX): v for k, v in vars(args).items() if k.startswith(PREFIX)}
+    problems = [
+        f"{PREFIX}{key} is not a setting{_nearest(key, KEYS, PREFIX)}" for key in values if key not in KEYS
+    ]
+    problems += dropped_flags(argv, args)
+    values = {k: v for k, v in values.items() if k in KEYS and v is not None}
+    if "boot" not in values and getattr(args, "hf_checkpoint", None):
+        values["boot"] = args.hf_checkpoint
+    for key in ("run", "store", "boot"):
+        if key not in values:
+            problems.append(f"{PREFIX}{key} is missing: add it to the YAML of --custom-config-path")
+    for key, value in values.items():
+        problem = _problem(key, value)
+        if problem:
+            problems.append(f"{PREFIX}{key}: {problem}")
+    if problems:
+        raise SettingsError("; ".join(problems))
+    for key in ("boot", "work"):
+        if key in values:
+            values[key] = Path(os.path.abspath(values[key]))
+    values.setdefault("work", Path(tempfile.gettempdir()) / f"stitch-{values['run']}")
+    return TrainerSettings(**values)
+
+
+def dropped_flags(argv: Sequence[str], args: Any) -> list[str]:
+    """What is wrong with each ``--stitch-*`` flag that the framework's parser did not turn into a setting."""
+    problems = []
+    for word in argv:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--stitch"):
+            continue
+        key = flag.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
+        if key not in KEYS:
+            problems.append(f"{flag} is not a setting{_nearest(key, KEYS, '--stitch-')}")
+        elif not hasattr(args, PREFIX + key):
+            problems.append(
+                f"{flag} was dropped by the framework's parser: write it as {PREFIX}{key} in the YAML of "
+                "--custom-config-path"
+            )
+    return problems
+
+
+def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    shown = [name.replace("_", "-") if prefix.startswith("--") else name for name in near or names]
+    if near:
+        return f", did you mean {prefix}{shown[0]}?"
+    return f": known are {', '.join(prefix + name for name in shown)}"
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if key == "lag":
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"expected a number of versions from 0 on, got {value!r}"
+        return None
+    if key == "keep_files":
+        return None if isinstance(value, bool) else f"expected true or false, got {value!r}"
+    if not isinstance(value, str | Path) or not str(value):
+        return f"expected text, got {value!r}"
+    try:
+        if key == "run":
+            check_run_id(value)
+        if key == "store":
+            open_store(str(value))
+    except (VersionError, BadUrl) as error:
+        return str(error)
+    return None
+
+
+def as_config(settings: TrainerSettings) -> Mapping[str, Any]:
+    """The settings as the YAML spells them, for a report."""
+    return {PREFIX + key: getattr(settings, key) for key in KEYS}

@@ -1,0 +1,139 @@
+"""Promise 1 at the rollout: every request carries its demand, every sample what made it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stitch_core.trainers.rollout import Demand, Unattributed, attributed, current_episode, install, record
+from stitch_core.trainers.rollout_side import recording
+from stitch_core.trainers.settings import TrainerSettings
+
+URL = "http://gw:1/generate"
+
+
+class Framework:
+    """A package with a post of its own, another module that imported it, and a generate function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[tuple[str, Any, Any]] = []
+        self.versions = (7, 8)
+        self.run = "r"
+        self.http, self.user = ModuleType("fakefw.http"), ModuleType("fakefw.rollout")
+        self.http.post = self.user.post = self._post  # type: ignore[attr-defined]
+        for module in (ModuleType("fakefw"), self.http, self.user):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    async def _post(self, url: str, payload: Any, max_retries: int = 60, headers: Any = None) -> Any:
+        self.requests.append((url, payload, headers))
+        start, end = self.versions
+        return {
+            "meta_info": {
+                "run": self.run, "weight_version": str(start), "weight_version_start": start,
+                "weight_version_end": end, "weight_versions": [{"version": start, "start": 0, "end": 3}],
+            }
+        }  # fmt: skip
+
+    async def generate(self, args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        answer = await self.user.post(URL, {"text": "2+2="}, headers={"X-Own": "1"})
+        sample.weight_versions.append(answer["meta_info"]["weight_version"])
+        sample.response_length = 3
+        return sample
+
+
+@pytest.fixture
+def framework(monkeypatch: pytest.MonkeyPatch) -> Framework:
+    return Framework(monkeypatch)
+
+
+def sample(**values: Any) -> SimpleNamespace:
+    known: dict[str, Any] = {"metadata": {"label": 4}, "weight_versions": [], "group_index": 3, "index": 0}
+    return SimpleNamespace(**(known | values))
+
+
+def set_up(framework: Framework, head: int = 8, **settings: Any) -> None:
+    found = TrainerSettings("r", "memory:", Path("/boot"), Path("/work"), **settings)
+    install(Demand(found, lambda: head), framework.http, "fakefw")
+
+
+def test_a_request_carries_demand_session_and_consumer(framework: Framework) -> None:
+    set_up(framework, lag=2)
+    asyncio.run(recording(framework.generate)(None, sample(), {}))
+    url, payload, headers = framework.requests[0]
+    assert (url, payload["text"]) == (URL, "2+2=")
+    assert payload["weight_version"] == {"min_version": 6, "run": "r"}
+    assert headers == {
+        "X-Stitch-Run": "r", "X-Stitch-Consumer": "rollout", "X-SMG-Routing-Key": "group-3", "X-Own": "1"
+    }  # fmt: skip
+
+
+def test_c11_a_sample_records_start_end_and_spans(framework: Framework) -> None:
+    set_up(framework, lag=1)
+    made = asyncio.run(recording(framework.generate)(None, sample(), {}))
+    assert made.weight_versions == ["7", "8"]
+    assert made.metadata["label"] == 4
+    assert made.metadata["stitch"] == [
+        {"run": "r", "start": 7, "end": 8, "spans": [{"version": 7, "start": 0, "end": 3}]}
+    ]
+    # A sample that was aborted and goes on adds to its record.
+    framework.versions = (8, 8)
+    made = asyncio.run(recording(framework.generate)(None, made, {}))
+    assert [report["start"] for report in made.metadata["stitch"]] == [7, 8]
+    assert attributed(made) is made
+
+
+@pytest.mark.parametrize(
+    ("versions", "run", "head", "message"),
+    [
+        ((7, 8), "r", 8, "the answer is of versions 7 to 8, demanded was {'min_version': 8, 'run': 'r'}"),
+        ((8, 8), "other", 8, "the answer is of run other, demanded was run r"),
+        ((None, 8), "r", 8, "does not say which versions made it: are rollout requests sent to the gateway"),
+    ],
+)
+def test_an_answer_that_breaks_the_demand_is_not_trained_on(
+    framework: Framework, versions: Any, run: str, head: int, message: str
+) -> None:
+    set_up(framework, head)
+    framework.versions, framework.run = versions, run
+    with pytest.raises(Unattributed) as caught:
+        asyncio.run(recording(framework.generate)(None, sample(), {}))
+    assert message in str(caught.value)
+
+
+def test_other_requests_pass_as_they_are_and_an_explicit_demand_stays(framework: Framework) -> None:
+    set_up(framework)
+    post = framework.http.post
+    asyncio.run(post("http://gw:1/abort_request", {"abort_all": True}))
+    assert framework.requests.pop() == ("http://gw:1/abort_request", {"abort_all": True}, None)
+    framework.versions = (5, 5)
+    asyncio.run(post(URL, {"weight_version": {"exact_version": 5}}))
+    assert framework.requests.pop()[1] == {"weight_version": {"exact_version": 5}}
+
+
+def test_installing_again_wraps_once(framework: Framework) -> None:
+    set_up(framework, 8)
+    set_up(framework, 7)
+    assert framework.http.post is framework.user.post
+    asyncio.run(framework.http.post(URL, {}))
+    assert len(framework.requests) == 1
+    assert framework.requests[0][1]["weight_version"]["min_version"] == 7
+
+
+def test_a_hook_in_the_same_task_finds_what_a_users_own_function_asked(framework: Framework) -> None:
+    set_up(framework, lag=1)
+
+    async def generate_then_hook() -> Any:
+        made = await framework.generate(None, sample(), {})
+        episode = current_episode()
+        assert episode is not None
+        record(made, episode)
+        return made
+
+    assert asyncio.run(generate_then_hook()).metadata["stitch"][0]["end"] == 8
+    with pytest.raises(Unattributed, match="sample 0 has a response and no version record"):
+        attributed(sample(response_length=3))

@@ -1,0 +1,78 @@
+"""A run's settings: a typo is an error with the nearest right name, and every problem is said at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stitch_core.trainers.flags import HELP, add_flags
+from stitch_core.trainers.settings import KEYS, SettingsError, read_settings
+
+
+def arguments(**values: Any) -> SimpleNamespace:
+    known = {"hf_checkpoint": "/models/boot", "stitch_run": "r", "stitch_store": "memory:"}
+    return SimpleNamespace(**(known | values))
+
+
+def test_what_is_not_set_has_a_default() -> None:
+    settings = read_settings(arguments(stitch_lag=None))
+    assert (settings.run, settings.boot, settings.lag) == ("r", Path("/models/boot"), 0)
+    assert read_settings(arguments(stitch_boot="/other")).boot == Path("/other")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stitch_stroe": "x"}, "stitch_stroe is not a setting, did you mean stitch_store?"),
+        ({"stitch_run": None}, "stitch_run is missing: add it to the YAML"),
+        ({"stitch_run": "-x"}, "stitch_run: run id '-x' is not valid"),
+        ({"stitch_run": 7}, "stitch_run: expected text, got 7"),
+        ({"stitch_store": "/data"}, "stitch_store: '/data' is not a store URL"),
+        ({"stitch_store": "s3://b"}, "it comes with 'stitch-rl[s3]'"),
+        ({"stitch_lag": -1}, "stitch_lag: expected a number of versions from 0 on, got -1"),
+        ({"stitch_lag": "2"}, "got '2'"),
+        ({"stitch_lag": True}, "got True"),
+        ({"stitch_keep_files": "yes"}, "stitch_keep_files: expected true or false, got 'yes'"),
+        ({"hf_checkpoint": None}, "stitch_boot is missing"),
+        ({"stitch_xyzzy": 1}, "stitch_xyzzy is not a setting: known are stitch_run, "),
+    ],
+)
+def test_a_wrong_setting_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(arguments(**values))
+    assert message in str(caught.value)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(arguments(stitch_rnu="a", stitch_lag=-2, stitch_store=""))
+    assert str(caught.value).count("; ") >= 2
+
+
+def test_flags_that_the_framework_dropped() -> None:
+    argv = ["train.py", "--stitch-lag", "2", "--stitch-chanel=x", "--lr", "1"]
+    with pytest.raises(SettingsError) as caught:
+        read_settings(arguments(), argv)
+    assert "--stitch-lag was dropped by the framework's parser: write it as stitch_lag in the YAML" in str(
+        caught.value
+    )
+    assert "--stitch-chanel is not a setting, did you mean --stitch-channel?" in str(caught.value)
+    assert read_settings(arguments(stitch_lag=2), ["--stitch-lag", "2"]).lag == 2
+
+
+def test_every_setting_is_a_flag_where_flags_can_be_added() -> None:
+    assert set(HELP) == set(KEYS)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    add_flags(parser)
+    parsed = parser.parse_args(["--stitch-run", "r", "--stitch-lag", "2", "--stitch-keep-files"])
+    given = {key: value for key, value in vars(parsed).items() if value is not None}
+    assert given == {"stitch_run": "r", "stitch_lag": 2, "stitch_keep_files": True}
+    settings = read_settings(
+        SimpleNamespace(**vars(parsed) | {"stitch_store": "memory:", "hf_checkpoint": "/b"})
+    )
+    assert (settings.lag, settings.keep_files) == (2, True)
