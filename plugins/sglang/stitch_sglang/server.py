@@ -84,14 +84,12 @@ class Life:
             self.manager.gracefully_exit = True
             return
         await self.mode.close()
-        # As when a scheduler dies: SGLang's handler ends all its processes.
-        os.kill(os.getpid(), signal.SIGQUIT)
+        _end_all_processes()
 
     def warm_up(self, server_args: Any) -> bool:
         """SGLang's warm-up, in its thread, below the gate, which is not open yet. Whether it succeeded."""
         from sglang.srt.managers.io_struct import GenerateReqInput
         from sglang.srt.managers.tokenizer_manager import ServerStatus
-        from sglang.srt.utils.common import kill_process_tree
 
         async def generate() -> None:
             request = GenerateReqInput(
@@ -106,10 +104,17 @@ class Life:
             asyncio.run_coroutine_threadsafe(generate(), self.loop).result(WARM_UP_SECONDS)
         except Exception:
             logger.exception("stitch: the warm-up failed")
-            kill_process_tree(os.getpid())
+            _end_all_processes()
             return False
         self.manager.server_status = ServerStatus.Up
         return True
+
+
+def _end_all_processes() -> None:
+    """End SGLang at once, this process too: nothing that it holds is worth a dump or a drain."""
+    from sglang.srt.utils.common import kill_process_tree
+
+    kill_process_tree(os.getpid())
 
 
 class Front:

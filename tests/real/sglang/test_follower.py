@@ -92,14 +92,13 @@ async def test_new_weights_are_served_and_old_kv_is_not_used(world: World) -> No
 async def test_a_generation_across_an_activation_says_so(world: World) -> None:
     """C11, and the KV of the prompt keeps its version."""
     before = len(world.seeds) - 1
-    generation = asyncio.ensure_future(world.server.generate(PROMPT, new=400))
-    await world.status_until(lambda status: status["active_requests"] == 1)
-    await asyncio.sleep(1.0)
-    after = world.publish(3)
-    meta = (await generation)["meta_info"]
+    (answer,) = await world.across([PROMPT], 3)
+    meta, after = answer["meta_info"], before + 1
     spans = meta["weight_versions"]
     assert [span["version"] for span in spans] == [before, after]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (
+        0, spans[1]["start"], meta["completion_tokens"]
+    )  # fmt: skip
     assert meta["kv"] == "mixed"
     assert meta["kv_versions"] == [{"version": before, "start": 0, "end": len(PROMPT) - 1}]
     assert meta["weight_version"] == str(before)

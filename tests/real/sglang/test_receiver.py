@@ -122,14 +122,16 @@ async def test_slimes_calls_in_its_order(trainer: Trainer) -> None:
 async def test_a_generation_across_an_update_is_recomputed(trainer: Trainer) -> None:
     """`retract`: two spans, and every token over KV of its own version."""
     before = trainer.number
-    generation = asyncio.ensure_future(trainer.server.generate(PROMPT, new=300))
+    generation = asyncio.ensure_future(trainer.server.generate(PROMPT, new=3000, rid="long"))
     await asyncio.sleep(1.5)
     after = trainer.write(3)
     assert (await trainer.pull(after))[0] == 200
     assert (await trainer.update(after))[0] == 200
+    await asyncio.sleep(1.0)
+    assert (await trainer.post("/abort_request", rid="long"))[0] == 200
     meta = (await generation)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == [before, after]
-    assert meta["weight_versions"][-1]["end"] == 300
+    assert meta["weight_versions"][-1]["end"] == meta["completion_tokens"]
     assert meta["kv"] == "uniform"
     assert meta["num_retractions"] >= 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from .server import SGLangServer
 
 RUN = "r"
 ARRIVES = 60.0
+ENDLESS = 3500
+"""Tokens that no machine gives before the test is done."""
 
 
 class World:
@@ -31,14 +33,17 @@ class World:
         self.server: SGLangServer
 
     def start(
-        self, arguments: Sequence[str] = ("--disable-overlap-schedule",), **settings: str
+        self,
+        arguments: Sequence[str] = ("--disable-overlap-schedule",),
+        environment: Mapping[str, str] | None = None,
+        **settings: str,
     ) -> SGLangServer:
         """A replica that follows the run; ``settings`` are STITCH_* variables in lower case."""
         given = {
             "store": self.url, "run": RUN, "host_dir": str(self.host), "id": "replica", "poll": "0.2",
             "pin_drain": "30", "drain": "30", **settings,
         }  # fmt: skip
-        variables = {f"STITCH_{name.upper()}": value for name, value in given.items()}
+        variables = {f"STITCH_{name.upper()}": value for name, value in given.items()} | (environment or {})
         self.server = SGLangServer(self.boot, self.scratch, variables, arguments)
         return self.server
 
@@ -51,6 +56,22 @@ class World:
         assert number == len(self.seeds)
         self.seeds.append(seed)
         return number
+
+    async def across(self, prompts: Sequence[list[int]], seed: int) -> list[dict[str, Any]]:
+        """Generations under way when the weights of ``seed`` are activated, ended soon after by an abort."""
+        active = (await self.status_until(lambda _: True))["active_requests"]
+        rids = [f"across-{len(self.seeds)}-{i}" for i in range(len(prompts))]
+        generations = [
+            asyncio.ensure_future(self.server.generate(prompt, new=ENDLESS, rid=rid))
+            for prompt, rid in zip(prompts, rids, strict=True)
+        ]
+        await self.status_until(lambda status: status["active_requests"] >= active + len(prompts))
+        await asyncio.sleep(0.5)
+        await self.serves(self.publish(seed))
+        await asyncio.sleep(0.5)
+        for rid in rids:
+            assert (await self.server.call("POST", "/abort_request", {"rid": rid}))[0] == 200
+        return [await generation for generation in generations]
 
     async def serves(self, number: int) -> dict[str, Any]:
         """Wait until the replica serves ``number`` or later; its status."""
