@@ -18,6 +18,7 @@ HEADER_EXACT = "x-stitch-exact-version"
 HEADER_RUN = "x-stitch-run"
 HEADER_ADMITTED = "x-stitch-admitted-version"
 HEADER_REPLICA = "x-stitch-replica"
+HEADER_CONSUMER = "x-stitch-consumer"
 
 
 class VersionError(ValueError):
@@ -31,6 +32,18 @@ def check_run_id(run: object) -> str:
             f"run id {run!r} is not valid: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with '.' or '-'"
         )
     return run
+
+
+def request_scope(run: str, consumer: object) -> str:
+    """What the ids of one consumer's requests begin with at every engine: ``<run>~<consumer>~``.
+
+    Neither name can contain the ``~``, so that no scope is the beginning of another. Raises VersionError.
+    """
+    if not isinstance(consumer, str) or not RUN_ID.match(consumer):
+        raise VersionError(
+            f"consumer {consumer!r} is not valid: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with '.' or '-'"
+        )
+    return f"{check_run_id(run)}~{consumer}~"
 
 
 def directory_name(number: int) -> str:

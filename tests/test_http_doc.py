@@ -28,6 +28,13 @@ def test_every_route_is_there(path: str) -> None:
     assert f"{path}`" in TEXT
 
 
+def test_every_route_of_the_facade_is_there() -> None:
+    facade = (ROOT / "plugins" / "gateway" / "stitch_gateway" / "facade.py").read_text()
+    paths = set(re.findall(r"\"(/[a-z0-9_/]+)\"", facade))
+    assert len(paths) > 25
+    assert not [path for path in paths if f"{path}`" not in TEXT]
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_there(field: str) -> None:
     assert field in TEXT

@@ -6,12 +6,14 @@ of ``PolicyVersion``; it may be an engine's own server or the sidecar's proxy.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..requests import Refused, json_object
 from ..versions import (
+    HEADER_CONSUMER,
     HEADER_EXACT,
     HEADER_MIN,
     HEADER_REPLICA,
@@ -20,6 +22,7 @@ from ..versions import (
     VersionConstraint,
     VersionError,
     malformed,
+    request_scope,
 )
 from .admission import Gate, Ticket
 from .answer import Answer
@@ -50,7 +53,7 @@ ID_END = "~"
 # Not passed on: what no longer fits the changed body, what is meant for us, what would compress the answer.
 _DROPPED = (
     "accept-encoding", "content-encoding", "content-length", "transfer-encoding", "expect",
-    HEADER_MIN, HEADER_EXACT, HEADER_RUN,
+    HEADER_MIN, HEADER_EXACT, HEADER_RUN, HEADER_CONSUMER,
 )  # fmt: skip
 
 
@@ -164,9 +167,10 @@ class StitchMiddleware:
         body = json_object(await read_body(receive, headers, self._max_body))
         try:
             constraint = VersionConstraint.parse(body.pop("weight_version", None), headers)
+            scope_text = _scope(constraint, headers.get(HEADER_CONSUMER))
         except VersionError as error:
             raise Refused(malformed(str(error))) from None
-        ids = _take_ids(body)
+        ids = _take_ids(body, scope_text)
         ticket = await self._gate.admit(constraint, next(iter(ids)))
         if isinstance(ticket, Refusal):
             await send_refusal(send, ticket)
@@ -212,6 +216,10 @@ class StitchMiddleware:
         if body.get("abort_all") or not isinstance(rid, str) or not rid:
             message = "abort_request needs the rid of one request: abort_all would reach everybody's"
             raise Refused(Refusal(403, "RouteBlocked", message, "never"))
+        if rid not in self._live:
+            # By the beginning of ids: not every engine can, and the gate knows them all.
+            begun = [self._abort(engine) for engine in self._live.values() if engine.startswith(rid)]
+            await asyncio.gather(*begun, return_exceptions=True)
         data = encode_json({**body, "rid": self._live.get(rid, rid)})
         replayed = iter([{"type": "http.request", "body": data, "more_body": False}])
 
@@ -250,17 +258,27 @@ def _no_route(path: str, kind: Kind) -> Refusal:
     return Refusal(404, "RouteUnknown", f"{path} is not served; docs/http.md lists what is", "never")
 
 
-def _take_ids(body: dict[str, Any]) -> dict[str, str]:
+def _scope(constraint: VersionConstraint, consumer: str | None) -> str:
+    """What the engine's ids begin with, so that one consumer of a run can be aborted as a whole.
+
+    Empty for a request that does not name both. Raises VersionError.
+    """
+    return "" if consumer is None or constraint.run is None else request_scope(constraint.run, consumer)
+
+
+def _take_ids(body: dict[str, Any], scope: str) -> dict[str, str]:
     """Give the request an id if it has none. Engine's id -> client's id, for each id in the request."""
     given = body.get("rid")
     if given is None:
-        body["rid"] = uuid.uuid4().hex
-        return {body["rid"]: body["rid"]}
+        own = uuid.uuid4().hex
+        body["rid"] = scope + own
+        return {body["rid"]: own}
     ids = given if isinstance(given, list) else [given]
     if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
         raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
-    body["rid"] = [own + ID_END for own in ids] if isinstance(given, list) else given + ID_END
-    return {own + ID_END: own for own in ids}
+    named = {f"{scope}{own}{ID_END}": own for own in ids}
+    body["rid"] = list(named) if isinstance(given, list) else next(iter(named))
+    return named
 
 
 def _own_id(ids: dict[str, str], given: str) -> str:

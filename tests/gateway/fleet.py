@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from stitch_core.ports import Store
 from stitch_core.replica.server import listen, serve
 from stitch_core.versions import PolicyVersion
 from stitch_gateway.app import Gateway, GatewaySettings, open_gateway
@@ -49,7 +50,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.stack = contextlib.AsyncExitStack()
-        self.servers: list[Server] = []
+        self.servers: list[Any] = []
         self.gateway: Gateway
         self.url = ""
         self.session: aiohttp.ClientSession
@@ -60,11 +61,13 @@ class Fleet:
         self.servers.append(server)
         return server
 
-    async def start(self, *urls: str, until_ready: int | None = None, **settings: Any) -> None:
+    async def start(
+        self, *urls: str, until_ready: int | None = None, store: Store | None = None, **settings: Any
+    ) -> None:
         """Start the gateway in front of the replicas (and ``urls``), and wait until it has seen them."""
         settings = {"hold": 2.0, "poll": 0.02, "probe_timeout": 1.0, **settings}
         pool = StaticPool([*(server.url for server in self.servers), *urls])
-        opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1))
+        opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1), store)
         self.gateway = await self.stack.enter_async_context(opening)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
         runner = web.AppRunner(self.gateway.app(), handler_cancellation=True, shutdown_timeout=1)

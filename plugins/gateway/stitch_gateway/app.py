@@ -6,36 +6,51 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from stitch_core.ports import Pool
+from stitch_core.ports import Pool, Store
 from stitch_core.replica.routes import BLOCKED
 from stitch_core.replica.server import listen
 from stitch_core.requests import Refused, json_object
-from stitch_core.versions import Refusal, check_run_id, unavailable
+from stitch_core.versions import Refusal, VersionError, check_run_id, unavailable
 
 from .attempt import FAILURES, Attempt
 from .call import parse_call
+from .consumers import Consumers, check_consumer
 from .dispatch import Dispatcher
+from .facade import Facade
 from .fleet import Fleet
+from .head_view import HeadView
 from .routing import Replica
 
 GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
-ANYONES = ("/v1/models", "/model_info", "/get_model_info")
+ANYONES = ("/v1/models",)
+# A facade answers these itself: trainers ask before there is a replica.
+ANYONES_WITHOUT_FACADE = ("/model_info", "/get_model_info")
 # uvicorn closes a connection that was idle for 5 s; we must be the first, or a request meets the closing.
 KEEP_ALIVE = 2.0
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Times in seconds, sizes in bytes. ``run``: for requests that name none."""
+    """Times in seconds, sizes in bytes. ``run`` and ``consumer``: of requests that name none.
+
+    ``facade``: answer a stock trainer as one engine with its router, whose ``/server_info`` has the fields
+    of ``engine``. ``lag``: versions by which an answer to the default consumer may be behind the head, which
+    is read every ``head_poll``; a facade that can read it allows none unless told. Raises VersionError.
+    """
 
     run: str | None = None
+    consumer: str = "rollout"
+    facade: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    lag: int | None = None
+    head_poll: float = 0.5
     hold: float = 50.0
     attempts: int = 5
     poll: float = 0.25
@@ -49,13 +64,21 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if self.run is not None:
             check_run_id(self.run)
+        check_consumer(self.consumer)
+        if self.run is None and (self.facade or self.lag is not None):
+            raise VersionError("a facade and a lag are of one run: name it")
 
 
 class Gateway:
     """Stateless: what it knows of replicas it can learn again, what it holds are open connections."""
 
     def __init__(
-        self, pool: Pool, session: aiohttp.ClientSession, settings: GatewaySettings, rng: random.Random
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        settings: GatewaySettings,
+        rng: random.Random,
+        head: HeadView | None = None,
     ) -> None:
         self.fleet = Fleet(pool, session, rng, interval=settings.poll, timeout=settings.probe_timeout)
         attempt = Attempt(self.fleet, session, connect=settings.connect, max_response=settings.max_response)
@@ -63,12 +86,23 @@ class Gateway:
         self._session = session
         self._settings = settings
         self._control = aiohttp.ClientTimeout(total=settings.control)
+        lag = 0 if settings.lag is None and settings.facade and head is not None else settings.lag
+        self.consumers = Consumers(settings.run, settings.consumer, lag, head)
+        self.facade = None
+        if settings.facade:
+            self.facade = Facade(
+                self.consumers, self.dispatcher, everyone=self._fan_out, one=self._post,
+                patience=settings.hold, engine=settings.engine,
+            )  # fmt: skip
 
     def app(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(client_max_size=self._settings.max_body, middlewares=[_envelope])
         app.add_routes([web.post(path, self._generate) for path in GENERATE])
-        app.add_routes([web.get(path, self._anyones) for path in ANYONES])
+        anyones = ANYONES if self.facade else (*ANYONES, *ANYONES_WITHOUT_FACADE)
+        app.add_routes([web.get(path, self._anyones) for path in anyones])
+        if self.facade:
+            app.add_routes(self.facade.routes())
         app.add_routes(
             [
                 web.post("/abort_request", self._abort),
@@ -85,7 +119,8 @@ class Gateway:
         for name, value in request.headers.items():
             key = name.lower()
             headers[key] = f"{headers[key]}, {value}" if key in headers else value
-        call = parse_call(request.path, await request.read(), headers, self._settings.run)
+        body = await request.read()
+        call = await parse_call(request.path, body, headers, self.consumers, self._settings.hold)
         return await self.dispatcher.run(request, call)
 
     async def _anyones(self, request: web.Request) -> web.StreamResponse:
@@ -102,6 +137,8 @@ class Gateway:
     async def _abort(self, request: web.Request) -> web.Response:
         body = json_object(await request.read())
         rid = body.get("rid")
+        if self.facade and body.get("abort_all") and not rid:
+            return await self.facade.abort_all(request)
         if body.get("abort_all") or not isinstance(rid, str) or not rid:
             message = "abort_request needs the rid of one request: abort_all would reach everybody's"
             raise Refused(Refusal(403, "RouteBlocked", message, "never"))
@@ -114,15 +151,15 @@ class Gateway:
 
     async def _fan_out(self, path: str, body: dict[str, Any]) -> int:
         """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
+        posts = [self._post(replica.url, path, body) for replica in self.fleet.replicas]
+        return sum(await asyncio.gather(*posts))
 
-        async def post(replica: Replica) -> bool:
-            try:
-                async with self._session.post(replica.url + path, json=body, timeout=self._control) as answer:
-                    return answer.status < 300
-            except FAILURES:
-                return False
-
-        return sum(await asyncio.gather(*(post(replica) for replica in self.fleet.replicas)))
+    async def _post(self, url: str, path: str, body: dict[str, Any]) -> bool:
+        try:
+            async with self._session.post(url + path, json=body, timeout=self._control) as answer:
+                return answer.status < 300
+        except FAILURES:
+            return False
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -145,6 +182,7 @@ class Gateway:
             "counters": {**self.dispatcher.counters, "evictions": self.fleet.evictions},
             "pool_error": self.fleet.pool_error,
             "run": self._settings.run,
+            "head": _describe_head(self.consumers.head),
         }
         return web.json_response(status)
 
@@ -161,6 +199,10 @@ def _describe(replica: Replica) -> dict[str, Any]:
         "others": replica.others,
         "error": replica.error,
     }
+
+
+def _describe_head(head: HeadView | None) -> dict[str, Any] | None:
+    return None if head is None else {"number": head.number, "age": head.age, "error": head.error}
 
 
 @web.middleware
@@ -189,18 +231,33 @@ async def _envelope(
 
 @contextlib.asynccontextmanager
 async def open_gateway(
-    pool: Pool, settings: GatewaySettings | None = None, rng: random.Random | None = None
+    pool: Pool,
+    settings: GatewaySettings | None = None,
+    rng: random.Random | None = None,
+    store: Store | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that follows its pool. The pool stays the caller's to close."""
+    """A gateway that follows its pool, and its run's head in ``store``. Both stay the caller's to close."""
+    settings, rng = settings or GatewaySettings(), rng or random.Random()
+    head = None
+    if store is not None and settings.run is not None:
+        clock = asyncio.get_running_loop().time
+        head = HeadView(store, settings.run, rng, interval=settings.head_poll, clock=clock)
+    if settings.lag is not None and head is None:
+        raise VersionError("a lag needs the store that the head of the run is in")
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     async with aiohttp.ClientSession(connector=connector, json_serialize=json.dumps) as session:
-        gateway = Gateway(pool, session, settings or GatewaySettings(), rng or random.Random())
-        following = asyncio.create_task(gateway.fleet.run())
+        gateway = Gateway(pool, session, settings, rng, head)
+        following = [asyncio.create_task(gateway.fleet.run())]
+        if head is not None:
+            following.append(asyncio.create_task(head.follow()))
         try:
             yield gateway
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+            if gateway.facade:
+                await gateway.facade.close()
 
 
 async def run_gateway(
@@ -208,6 +265,7 @@ async def run_gateway(
     host: str,
     port: int,
     *,
+    store: Store | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
     rng: random.Random | None = None,
@@ -221,7 +279,7 @@ async def run_gateway(
     settings = GatewaySettings(**options)
     listener = listen(host, port)
     try:
-        async with open_gateway(pool, settings, rng) as gateway:
+        async with open_gateway(pool, settings, rng, store) as gateway:
             # Cancellation of the handler is how a client's disconnect reaches the replica.
             runner = web.AppRunner(
                 gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.drain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -74,7 +74,9 @@ class Attempt:
         body = await self._whole(answer)
         error = _error(body) if answer.status in (409, 503) else {}
         if answer.status == 503 and error.get("retry") != "never":
-            return self._failed(replica, str(error.get("message", "it answered 503")), answered=True)
+            # A gate that closed for a moment, as each does in an update, is no failure of its replica.
+            again = self._failed(replica, str(error.get("message", "it answered 503")), answered=True)
+            return replace(again, failure="retry" not in error)
         if answer.status == 409 and error.get("retry") in ("here", "elsewhere"):
             self._fleet.refused(replica, error.get("run"), error.get("applied"))
             return Again(str(error.get("message")), failure=False)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
-from stitch_core.cli.common import Commands, add_command, emit, opened_store, stop_on_signals
-from stitch_core.ports import Pool, SystemClock
-from stitch_core.versions import check_run_id
+from stitch_core.cli.common import (
+    Commands,
+    UsageError,
+    add_command,
+    emit,
+    interval,
+    key_values,
+    opened_store,
+    stop_on_signals,
+)
+from stitch_core.ports import Pool, Store, SystemClock
+from stitch_core.versions import check_run_id, request_scope
 
 
 def add_parser(commands: Commands) -> None:
@@ -14,7 +25,10 @@ def add_parser(commands: Commands) -> None:
         commands, "gateway", run, "route requests to replicas that serve the version they demand",
         "Send each request to a ready replica whose run and version it allows, the least loaded one. Where\n"
         "none has the version yet, hold the request until one has, or answer 409 after --hold seconds.\n\n"
-        "Replicas are found in the store, where they announce themselves, or listed with --replica.",
+        "Replicas are found in the store, where they announce themselves, or listed with --replica.\n\n"
+        "With --facade it is to slime and Miles one external engine with its router: their updates succeed\n"
+        "once the version is published, since replicas follow the store by themselves, and what they abort\n"
+        "or count are the requests of their run and consumer only. docs/http.md has the routes.",
     )  # fmt: skip
     pool = parser.add_mutually_exclusive_group(required=True)
     pool.add_argument("--store", metavar="URL", help="find replicas by their records in this store")
@@ -27,6 +41,37 @@ def add_parser(commands: Commands) -> None:
         help="seconds that a request waits for its version (50: below the idle limit of load balancers)",
     )  # fmt: skip
     parser.add_argument("--poll", type=float, default=0.25, metavar="S", help="between looks at replicas")
+    parser.add_argument(
+        "--consumer",
+        default="rollout",
+        metavar="NAME",
+        help="the consumer of requests that name none (rollout)",
+    )
+    parser.add_argument(
+        "--lag", type=_lag, metavar="N",
+        help="versions by which an answer to that consumer may be behind the head, where its request says "
+        "nothing; needs --store and --run (with --facade: 0, for a synchronous loop)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head-poll", type=interval, default=0.5, metavar="S", help="between looks at the head (0.5)"
+    )
+    parser.add_argument(
+        "--facade",
+        action="store_true",
+        help="answer a stock trainer as one engine with its router; needs --run",
+    )
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="KEY=JSON",
+        help="with --facade: a field of /server_info that the trainer compares, such as base_gpu_id=8; "
+        "repeatable",
+    )  # fmt: skip
+
+
+def _lag(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -34,15 +79,22 @@ async def run(options: argparse.Namespace) -> int:
 
     if options.run_id:
         check_run_id(options.run_id)
+    request_scope("run", options.consumer)
+    if not options.run_id and (options.facade or options.lag is not None):
+        raise UsageError("--facade and --lag are of one run: name it with --run")
+    if options.engine and not options.facade:
+        raise UsageError("--engine describes the engine of a facade: add --facade")
+    if options.lag is not None and not options.store:
+        raise UsageError("--lag needs --store, where the head of the run is")
     if options.replica:
-        await _serve(options, StaticPool(options.replica))
+        await _serve(options, StaticPool(options.replica), None)
     else:
         async with opened_store(options.store) as store:
-            await _serve(options, StorePool(store, SystemClock()))
+            await _serve(options, StorePool(store, SystemClock()), store)
     return 0
 
 
-async def _serve(options: argparse.Namespace, pool: Pool) -> None:
+async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -> None:
     from .app import run_gateway  # aiohttp, which few commands need
 
     def ready(port: int) -> None:
@@ -51,5 +103,17 @@ async def _serve(options: argparse.Namespace, pool: Pool) -> None:
 
     await run_gateway(
         pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
-        on_ready=ready, stop=stop_on_signals(),
+        consumer=options.consumer, lag=options.lag, head_poll=options.head_poll, facade=options.facade,
+        engine=_engine_fields(options.engine), store=store, on_ready=ready, stop=stop_on_signals(),
     )  # fmt: skip
+
+
+def _engine_fields(pairs: list[str]) -> dict[str, Any]:
+    """``KEY=JSON`` options; what is no JSON is text. Raises UsageError."""
+    fields: dict[str, Any] = {}
+    for key, text in key_values(pairs, "--engine").items():
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text
+    return fields

@@ -13,10 +13,16 @@ from aiohttp import web
 from stitch_core.requests import Refused
 from stitch_core.versions import Refusal, VersionConstraint, gone, not_ready, unavailable
 
+from .aborted import aborted_answer
 from .attempt import Again, Attempt
 from .call import Call
+from .consumers import Scope
 from .fleet import Fleet
 from .routing import Replica, choose
+
+
+class _GivenUp(Exception):
+    """The request was aborted while nothing ran for it."""
 
 
 @dataclass
@@ -32,21 +38,33 @@ class Dispatcher:
     hold: float = 50.0
     attempts: int = 5
     pause: float = 0.25
+    calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
 
     async def run(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The answer of the first replica that gives one. Raises Refused."""
-        deadline = _now() + self.hold
+        self.counters["requests"] += 1
+        self.calls.add(call)
+        try:
+            return await self._run(request, call)
+        except _GivenUp:
+            if call.with_scope:
+                return aborted_answer(call, self.fleet.replicas)
+            raise Refused(Refusal(409, "RequestAborted", "the request was aborted", "never")) from None
+        finally:
+            self.calls.discard(call)
+
+    async def _run(self, request: web.Request, call: Call) -> web.StreamResponse:
         avoided: dict[Replica, float] = {}
         failures = 0
-        self.counters["requests"] += 1
         while True:
-            replica = await self._acquire(call, avoided, deadline)
+            call.replica = replica = await self._acquire(call, avoided)
             try:
                 result = await self.attempt.run(request, call, replica)
             finally:
                 replica.in_flight -= 1
+                call.replica = None
             if not isinstance(result, Again):
                 return result
             avoided[replica] = _now() + self.pause
@@ -57,29 +75,42 @@ class Dispatcher:
 
     def abort(self, prefix: str) -> int:
         """Give up what is held under ids that start with ``prefix``; how many."""
-        hit = [call for call in self.held if any(str(own).startswith(prefix) for own in call.ids)]
+        hit = [c for c in self.held if any(str(own).startswith(prefix) for own in (*c.ids, *c.engine_ids))]
         for call in hit:
             call.aborted.set()
         self.fleet.notify()
         return len(hit)
 
-    async def _acquire(self, call: Call, avoided: dict[Replica, float], deadline: float) -> Replica:
+    def of(self, scope: Scope | None) -> set[Call]:
+        """The requests of one consumer that are held or in flight."""
+        return {call for call in self.calls if call.scope == scope}
+
+    def abort_scope(self, scope: Scope) -> set[Call]:
+        """Give up all requests of one consumer: no replica begins one of these any more. Returns them."""
+        hit = self.of(scope)
+        for call in hit:
+            call.with_scope = True
+            call.aborted.set()
+        self.fleet.notify()
+        return hit
+
+    async def _acquire(self, call: Call, avoided: dict[Replica, float]) -> Replica:
         """Wait for a replica and count the request as running there."""
         self.held.add(call)
         try:
             while True:
                 changed = self.fleet.changed
                 if call.aborted.is_set():
-                    raise Refused(Refusal(409, "RequestAborted", "the request was aborted", "never"))
+                    raise _GivenUp
                 now = _now()
-                if now >= deadline:
+                if now >= call.deadline:
                     raise Refused(self._too_late(call))
                 avoid = {replica for replica, until in avoided.items() if until > now}
                 replica = choose(self.fleet.replicas, call.constraint, self.rng, avoid)
                 if replica is not None:
                     replica.in_flight += 1
                     return replica
-                wake = min([deadline, *(avoided[replica] for replica in avoid)])
+                wake = min([call.deadline, *(avoided[replica] for replica in avoid)])
                 try:
                     async with asyncio.timeout_at(wake):
                         await changed.wait()

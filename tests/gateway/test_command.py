@@ -1,0 +1,60 @@
+"""``stitch gateway``: options that cannot be met are said at start, and those that can reach the gateway."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from stitch_core.cli.main import main
+from stitch_core.head import Head, head_key
+from stitch_core.manifest import manifest_key
+from stitch_core.stores import open_store
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--replica", "http://a:1", "--facade"], "--run"),
+        (["--replica", "http://a:1", "--run", "r", "--lag", "1"], "--store"),
+        (["--replica", "http://a:1", "--run", "r", "--engine", "tp_size=2"], "--facade"),
+        (["--replica", "http://a:1", "--run", "r", "--facade", "--engine", "tp_size"], "KEY=VALUE"),
+        (["--replica", "http://a:1", "--consumer", "a~b"], "consumer"),
+    ],
+)
+def test_usage(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lag", ["-1", "x"])
+def test_a_lag_is_a_number(lag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gateway", "--store", "file:/nowhere", "--run", "r", "--lag", lag])
+    assert "--lag" in capsys.readouterr().err
+
+
+async def test_a_facade_over_a_store(tmp_path: Path) -> None:
+    store = open_store(f"file:{tmp_path}")
+    head = Head(3, 1, manifest_key(3, 1), "sha256:" + "0" * 64, "writer")
+    await store.replace(head_key("r"), head.encode())
+    await store.close()
+    command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--store", f"file:{tmp_path}"]
+    options = ["--run", "r", "--port", "0", "--facade", "--engine", "tp_size=4", "--engine", "dtype=bfloat16"]
+    process = await asyncio.create_subprocess_exec(*command, *options, stdout=PIPE)
+    try:
+        assert process.stdout is not None
+        url = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))["url"]
+        async with aiohttp.ClientSession() as session:
+            body = {"target_version": 3}
+            async with session.post(f"{url}/pull_weights", json=body) as answer:
+                assert answer.status == 200
+            async with session.get(f"{url}/server_info") as answer:
+                info = await answer.json()
+        assert (info["tp_size"], info["dtype"], info["weight_version"]) == (4, "bfloat16", "3")
+    finally:
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
