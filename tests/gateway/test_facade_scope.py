@@ -178,11 +178,9 @@ async def test_miles_aborts_once_and_waits_for_all(fleet: Fleet, replicas: list[
     late.cancel()
 
 
-@pytest.mark.parametrize("consumer", ["a~b", "", "-a", "a b", "x" * 129])
-async def test_C13_a_consumer_that_cannot_be_is_refused(
-    fleet: Fleet, replicas: list[EngineReplica], consumer: str
-) -> None:
-    headers = {"X-Stitch-Consumer": consumer}
-    for path in ("/generate", "/abort_request"):
-        status, value = await fleet.post({**LONG, "abort_all": True}, path, headers=headers)
-        assert (status, value["error"]["type"]) == (400, "InvalidRequest")
+async def test_C13_a_consumer_that_cannot_be_is_refused(fleet: Fleet, replicas: list[EngineReplica]) -> None:
+    for consumer in ("a~b", "", "-a", "a b", "x" * 129):
+        for path in ("/generate", "/abort_request"):
+            headers = {"X-Stitch-Consumer": consumer}
+            status, value = await fleet.post({**LONG, "abort_all": True}, path, headers=headers)
+            assert (status, value["error"]["type"]) == (400, "InvalidRequest")

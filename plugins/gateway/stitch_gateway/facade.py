@@ -49,8 +49,8 @@ ENGINE = {
     "tokenizer_path": None,
 }  # fmt: skip
 FOLLOW = "replicas follow the store by themselves"
-# When to abort again what was on its way to a replica as its consumer was aborted (seconds after).
-CHASES = (0.25, 0.5, 1.0, 2.0, 4.0)
+# Seconds after which what was on its way to a replica at an abort-all is aborted again; doubled each time.
+FIRST_CHASE, LAST_CHASE = 0.25, 4.0
 
 
 class Facade:
@@ -245,12 +245,12 @@ class Facade:
         return len(calls), reached
 
     async def _chase(self, calls: set[Any]) -> None:
-        """Abort again, one by one, what its replica had not yet begun when it was told."""
-        for pause in CHASES:
+        """Abort again, one by one, what its replica had not begun when it was told, until all have ended."""
+        pause = FIRST_CHASE
+        while calls:
             await asyncio.sleep(pause)
-            calls &= self._dispatcher.calls
-            if not calls:
-                return
+            pause = min(2 * pause, LAST_CHASE)
+            calls = calls & self._dispatcher.calls
             late = [(c.replica.url, own) for c in calls if c.replica is not None for own in c.engine_ids]
             await asyncio.gather(*(self._one(url, "/abort_request", {"rid": own}) for url, own in late))
 
