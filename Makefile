@@ -39,7 +39,7 @@ PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
 TIER_MAY_BE_EMPTY = || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-sglang venv-miles venv-path demo check test test-sglang test-long lint format bench clean
+.PHONY: help venv venv-sglang venv-miles venv-path demo check test test-sglang test-miles test-long lint format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,10 +66,15 @@ test: check ## check, then the slow tests and those that start real servers; und
 	$(PYTEST) -n 2 -m "slow and not real and not long" $(TIER_MAY_BE_EMPTY)
 	$(PYTEST) -m "real and not long" -o faulthandler_timeout=900 $(TIER_MAY_BE_EMPTY)
 	$(MAKE) test-sglang
+	$(MAKE) test-miles
 
 test-sglang: venv-sglang ## the tests that start stock SGLang servers; part of `make test`
 	PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) STITCH_NO_SKIP=1 $(PY_SGLANG) -m pytest -W ignore \
 		-m "real and not long" -o faulthandler_timeout=900 tests/real/sglang
+
+test-miles: venv-miles ## the tests that run the trainer of miles-rl; part of `make test`
+	PYTHONPATH=$(CURDIR)/tests/real/miles:$(PYTHONPATH) STITCH_NO_SKIP=1 $(PY_MILES) -m pytest -W ignore \
+		-m "real and not long" -o faulthandler_timeout=900 tests/real/miles
 
 test-long: venv ## the tests that take hours
 	STITCH_HYPOTHESIS=long $(PYTEST) -m long -o faulthandler_timeout=0 $(TIER_MAY_BE_EMPTY)

@@ -25,6 +25,7 @@ NEEDS = {
     "embedded": ("torch", "tokenizers", "jinja2"),
     "gloo": ("torch",),
     "real": ("torch", "tokenizers", "jinja2", "matplotlib"),
+    "real/miles": ("miles", "torch"),
     "real/sglang": ("sglang", "torch", "tokenizers"),
     "recipes": ("torch", "tokenizers", "jinja2", "matplotlib", "transformers"),
 }

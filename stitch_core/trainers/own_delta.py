@@ -15,6 +15,7 @@ from ..delta.encoder import DeltaEncoder
 from ..delta.wire import DeltaError
 from ..ports import Files
 from ..safetensors import Tensor
+from ..state import TensorInfo
 from ..versions import directory_name
 from .group import together
 from .publication import GroupPublisher
@@ -29,9 +30,10 @@ class OwnDelta:
         self._work = publisher.settings.work / "updates"
         self._boot = Checkpoint.open(publisher.settings.boot, files)
         self._encoder: DeltaEncoder | None = None
+        self._started_at = publisher.number
 
     def publish(self, tensors: Mapping[str, Tensor], *, step: int | None = None) -> int | None:
-        """Publish the policy; its number, or None when it is version 0 itself and nothing was published yet.
+        """Publish the policy; its number, or None when the trainer starts with the head's own weights.
 
         ``tensors`` are this rank's, under the names and in the layout of the boot checkpoint; a rank that
         is no source passes none. A tensor that several ranks pass is taken from the first. Raises
@@ -50,12 +52,14 @@ class OwnDelta:
         directory = self._work / directory_name(number)
         try:
             own = {name: tensors[name] for name in mine}
-            maps = together(self._group, what, lambda: self._encode(encoder, own, directory))
-            weight_map = {name: file for part in maps for name, file in part.items()}
-            if not weight_map and self._publisher.number == 0:
-                encoder.commit()
-                self._files.remove_tree(directory)
-                return None
+            parts = together(self._group, what, lambda: self._encode(encoder, own, directory))
+            weight_map = {name: file for part, _ in parts for name, file in part.items()}
+            if self._publisher.number == self._started_at:
+                table = {name: info for _, part in parts for name, info in part.items()}
+                if self._publisher.adopt(table):
+                    encoder.commit()
+                    self._files.remove_tree(directory)
+                    return None
             together(self._group, what, lambda: self._index(directory, weight_map, number))
             self._publisher.publish(directory, number, step=step)
         except BaseException:
@@ -80,7 +84,10 @@ class OwnDelta:
         refs = self._boot.tensors
         return DeltaEncoder({n: Tensor(refs[n].dtype, refs[n].shape, self._boot.read(n)) for n in mine})
 
-    def _encode(self, encoder: DeltaEncoder, own: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
+    def _encode(
+        self, encoder: DeltaEncoder, own: Mapping[str, Tensor], directory: Path
+    ) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+        """The file of each changed tensor, and this rank's part of the table that results."""
         self._files.make_dirs(directory)
         stem = f"model-rank{self._group.rank:05d}"
         for name in self._files.list(directory):
@@ -93,7 +100,7 @@ class OwnDelta:
             return sorted(set(written.values()))
 
         encoder.write(own, writer)
-        return written
+        return written, dict(encoder.table)
 
     def _index(self, directory: Path, weight_map: Mapping[str, str], number: int) -> None:
         if self._group.rank == 0:

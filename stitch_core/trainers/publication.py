@@ -96,6 +96,13 @@ class GroupPublisher:
         self._reserved = number
         return number
 
+    def adopt(self, table: TensorTable) -> bool:
+        """Whether ``table`` is the state of the head as claimed; then the next delta builds on it."""
+        if self.start is None or state_digest(table) != self.start.state:
+            return False
+        self._table = table
+        return True
+
     def publish(self, directory: Path, number: int, *, step: int | None = None) -> int:
         """Make the delta in ``directory`` (on whichever hosts its files lie) version ``number``.
 

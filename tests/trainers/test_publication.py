@@ -128,7 +128,22 @@ def test_c06_a_resumed_trainers_weights_are_the_next_version(world: World) -> No
     chain = versions(world)
     assert [m.number for m in chain] == [0, 1, 2, 3, 4, 5]
     assert chain[4].state == chain[1].state == chain[5].state
+    assert chain[4].representation.base == chain[0].state
     assert rebuilt(world, 4) == plain(saved)
+
+
+def test_c06_a_trainer_that_resumes_at_the_head_doubles_no_version(world: World) -> None:
+    publish_own(world, 2, 2)
+    saved, after = world.history[2], world.learn()
+
+    def resume(group: ThreadGroup) -> list[int | None]:
+        delta = own(world, group)
+        return [delta.publish(world.share(tensors, group.rank, 2)) for tensors in (saved, after)]
+
+    assert same(on_ranks(2, resume)) == [None, 3]
+    chain = versions(world)
+    assert chain[3].representation.base == chain[2].state
+    assert rebuilt(world, 3) == plain(after)
 
 
 def test_c07_the_trainer_before_is_fenced(world: World) -> None:

@@ -33,3 +33,6 @@ def install():
         import miles.backends.megatron_utils.initialize as initialize
 
         initialize.np = OlderNumpy()
+        import hf_load
+
+        hf_load.install()

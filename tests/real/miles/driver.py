@@ -1,0 +1,111 @@
+"""The training loop of stock Miles, as its own script has it: generate, train, save, update weights.
+
+Run in the environment of miles-rl: ``driver.py ROOT FRONT_PORT ROLLOUTS [flags for Miles]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[2]
+CPU = HERE.parent / "trainers_cpu"
+
+
+def flags(root: Path, port: int, rollouts: int) -> list[str]:
+    from policy import LAYOUT
+
+    boot, out = str(root / "boot"), str(root / "ckpt")
+    resumes = (root / "ckpt" / "latest_checkpointed_iteration.txt").exists()
+    return [
+        "--train-backend", "megatron", "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
+        "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1", "--hf-checkpoint", boot,
+        # Megatron cannot load the state of torch's own Adam, which stands in for a fused one here.
+        *(["--no-load-optim", "--no-load-rng"] if resumes else []),
+        "--ref-load", boot, "--load", out if resumes else boot, "--save", out, "--save-interval", "1",
+        # Miles always starts at rollout 0 in bridge mode, and loads a Hugging Face checkpoint in no other.
+        "--megatron-to-hf-mode", "raw" if resumes else "bridge", "--ckpt-format", "torch",
+        "--model-name", "qwen3",
+        "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4",
+        "--num-rollout", str(rollouts), "--micro-batch-size", "1", "--rollout-max-response-len", "12",
+        "--prompt-data", str(root / "prompts.jsonl"), "--input-key", "input", "--label-key", "label",
+        "--custom-rm-path", "reward.reward", "--advantage-estimator", "grpo", "--lr", "1e-3",
+        "--optimizer", "adam", "--bf16", "--sglang-server-concurrency", "4",
+        "--save-debug-rollout-data", str(root / "samples_{rollout_id}.pt"), *LAYOUT,
+        # What has no GPU.
+        "--distributed-backend", "gloo", "--transformer-impl", "local",
+        "--custom-model-provider-path", "cpu_model.provider", "--position-embedding-type", "rope",
+        "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion",
+        "--no-rope-fusion", "--no-persist-layer-norm", "--use-cpu-initialization",
+        "--attention-backend", "unfused", "--hidden-dropout", "0", "--attention-dropout", "0",
+        "--no-offload-train", "--no-offload-rollout",
+        # What Stitch adds.
+        "--rollout-external", "--rollout-external-engine-addrs", f"127.0.0.1:{port}",
+        "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(port),
+        "--custom-megatron-init-path", "stitch_miles.hooks.megatron_init",
+        "--custom-megatron-before-train-step-hook-path", "stitch_miles.hooks.before_train_step",
+        "--rollout-function-path", "stitch_miles.rollout.generate_rollout",
+        "--custom-generate-function-path", "stitch_miles.rollout.generate",
+        "--data-source-path", "stitch_miles.data.StitchDataSource",
+        "--custom-config-path", str(root / "stitch.yaml"),
+    ]  # fmt: skip
+
+
+def main(root: Path, port: int, rollouts: int, extra: list[str]) -> None:
+    for path in (CPU, HERE, *(REPO / "plugins" / name for name in ("miles", "slime", "gateway")), REPO):
+        sys.path.insert(0, str(path))
+    import missing_modules
+
+    missing_modules.install()
+    import cuda_calls
+
+    cuda_calls.install()
+    import framework
+
+    framework.install()
+    sys.argv = ["train.py", *flags(root, port, rollouts), *extra]
+    import ray
+
+    ray.init(
+        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=str(root / "ray"),
+        object_store_memory=200_000_000,
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": os.pathsep.join(sys.path[:7]), "STITCH_CPU_TRAINER": "1", "HF_HUB_OFFLINE": "1",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
+            }
+        },
+    )  # fmt: skip
+    from miles.utils.arguments import parse_args
+
+    asyncio.run(train(parse_args()))
+    ray.shutdown()
+
+
+async def train(args: object) -> None:
+    from miles.ray.placement_group import (
+        create_placement_groups,
+        create_rollout_manager,
+        create_training_models,
+    )
+
+    groups = create_placement_groups(args)
+    rollout_manager, _ = create_rollout_manager(args, groups["rollout"])
+    actor, _ = await create_training_models(args, groups, rollout_manager)
+    await actor.update_weights()
+    print(f"started at {args.start_rollout_id}", flush=True)
+    for rollout_id in range(args.start_rollout_id, args.num_rollout):
+        data = await rollout_manager.generate.remote(rollout_id)
+        await actor.train(rollout_id, data)
+        await actor.save_model(rollout_id)
+        await rollout_manager.save.remote(rollout_id)
+        await actor.update_weights()
+        print(f"finished {rollout_id}", flush=True)
+    await rollout_manager.dispose.remote()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
