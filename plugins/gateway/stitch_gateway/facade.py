@@ -51,6 +51,8 @@ ENGINE = {
 FOLLOW = "replicas follow the store by themselves"
 # Seconds after which what was on its way to a replica at an abort-all is aborted again; doubled each time.
 FIRST_CHASE, LAST_CHASE = 0.25, 4.0
+# By how many names trainers may know one gateway.
+MOST_NAMES = 64
 
 
 class Facade:
@@ -114,7 +116,8 @@ class Facade:
     async def _server_info(self, request: web.Request) -> web.Response:
         # The trainer compares these with the address that it was given, which is the one it calls.
         host, port = _address(request.host)
-        self._names.add(f"{host}:{port}")
+        if len(self._names) < MOST_NAMES:
+            self._names.add(f"{host}:{port}")
         return web.json_response({"host": host, "port": port, **self._engine, **self._version()})
 
     async def _model_info(self, request: web.Request) -> web.Response:
