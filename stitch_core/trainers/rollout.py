@@ -115,7 +115,7 @@ def report_of(answer: Any, wanted: VersionConstraint) -> dict[str, Any]:
     meta = meta if isinstance(meta, dict) else {}
     report = {"run": meta.get("run"), "start": meta.get("weight_version_start")}
     report |= {"end": meta.get("weight_version_end"), "spans": meta.get("weight_versions")}
-    for key in ("kv", "kv_versions"):
+    for key in ("kv", "kv_versions", "kv_passes"):
         if key in meta:
             report[key] = meta[key]
     start, end = report["start"], report["end"]

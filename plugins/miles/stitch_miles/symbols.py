@@ -40,9 +40,21 @@ GATHER = (
 ROLLOUT = (
     Symbol("miles.utils.http_utils:post", ("url", "payload"), "constraints"),
     Symbol("miles.rollout.generate_hub.single_turn:generate", ("input",), "generation"),
-    Symbol("miles.rollout.data_source:RolloutDataSourceWithBuffer.save", ("self", "rollout_id"), "record"),
-    Symbol("miles.rollout.data_source:RolloutDataSourceWithBuffer.load", ("self", "rollout_id"), "resume"),
+    Symbol("miles.rollout.data_source:RolloutDataSource.save", ("self", "rollout_id"), "record"),
+    Symbol("miles.rollout.data_source:RolloutDataSource.load", ("self", "rollout_id"), "resume"),
 )  # fmt: skip
+
+# What a launch script names (MILES_FORK.md, docs/trainers.md): always, and where Miles writes deltas itself.
+FLAGS = (
+    "--rollout-external", "--rollout-external-engine-addrs", "--custom-megatron-init-path",
+    "--custom-megatron-before-train-step-hook-path", "--rollout-function-path",
+    "--custom-generate-function-path", "--data-source-path", "--custom-config-path",
+)  # fmt: skip
+DELTA_FLAGS = (
+    "--update-weight-transfer-mode", "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir",
+    "--update-weight-delta-checksum", "--custom-update-weight-post-write-path",
+)  # fmt: skip
+GROUPS = (COMMON, DELTA, GATHER, ROLLOUT)
 
 
 def writes_deltas() -> bool:

@@ -22,6 +22,16 @@ ROLLOUT = (
         "slime.rollout.sglang_rollout:generate_rollout", ("args", "rollout_id", "data_source", "evaluation"),
         "rollout",
     ),
-    Symbol("slime.rollout.data_source:RolloutDataSourceWithBuffer.save", ("self", "rollout_id"), "record"),
-    Symbol("slime.rollout.data_source:RolloutDataSourceWithBuffer.load", ("self", "rollout_id"), "resume"),
+    Symbol("slime.rollout.data_source:RolloutDataSource.save", ("self", "rollout_id"), "record"),
+    Symbol("slime.rollout.data_source:RolloutDataSource.load", ("self", "rollout_id"), "resume"),
 )  # fmt: skip
+
+# What a launch script names (MILES_FORK.md, docs/trainers.md).
+FLAGS = (
+    "--rollout-external-engine-addrs", "--update-weight-mode", "--update-weight-transport",
+    "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir", "--update-weight-delta-checksum",
+    "--custom-update-weight-post-write-path", "--custom-megatron-init-path",
+    "--custom-megatron-before-train-step-hook-path", "--rollout-function-path", "--rollout-sample-hook-path",
+    "--data-source-path", "--custom-config-path",
+)  # fmt: skip
+GROUPS = (TRAINER, ROLLOUT)
