@@ -20,6 +20,8 @@ COVERED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_flexkv", (False,), "its keys were not checked to keep versions apart"),
     ("enable_unified_cache_external_linker", (False,), "its keys were not checked to keep versions apart"),
     ("radix_cache_backend", (None,), "its keys were not checked to keep versions apart"),
+    ("enable_session_radix_cache", (False,), "a session's KV would outlive the version that computed it"),
+    ("enable_streaming_session", (False,), "a session's KV would outlive the version that computed it"),
     ("enable_hisparse", (False,), "its copies of KV were not checked to follow an activation"),
     ("enable_http2", (False,), "only the uvicorn server was run"),
     ("grpc_port", (None,), "gRPC would bypass the gate"),

@@ -82,6 +82,16 @@ class SGLangServer:
         result: dict[str, Any] = answer
         return result
 
+    def children(self, words: str) -> list[int]:
+        """Process ids of its children whose command line has ``words`` in it."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid and words in (process / "cmdline").read_text():
+                    found.append(int(process.name))
+        return found
+
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 

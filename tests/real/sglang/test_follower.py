@@ -281,6 +281,14 @@ async def test_a_host_directory_that_cannot_be_written_is_said_and_survived(worl
     await world.serves(number)
 
 
+async def test_a_staging_process_that_is_killed_is_replaced(world: World) -> None:
+    for pid in world.server.children("stage_worker"):
+        os.kill(pid, signal.SIGKILL)
+    await world.serves(world.publish(8))
+    (replaced,) = world.server.children("stage_worker")
+    assert replaced
+
+
 async def test_a_corrupt_version_is_said_and_the_next_one_served(world: World) -> None:
     """C09 and C14 at the replica: what does not verify is not loaded, whoever wrote it."""
     served = len(world.seeds) - 1
