@@ -29,10 +29,35 @@ def install():
 
     random_states.CudaRNGStatesTracker.fork = fork
     random_states.model_parallel_cuda_manual_seed = parallel.model_parallel_cuda_manual_seed = seed_all
-    if importlib.util.find_spec("miles"):
+    if importlib.util.find_spec("slime"):
+        register_accelerator()
+        import slime.backends.megatron_utils.initialize as initialize
+
+        initialize.np = OlderNumpy()
+    elif importlib.util.find_spec("miles"):
         import miles.backends.megatron_utils.initialize as initialize
 
         initialize.np = OlderNumpy()
         import hf_load
 
         hf_load.install()
+
+
+def register_accelerator():
+    """slime finds its device through a registry; SLIME_ACCELERATOR=cputest picks this one."""
+    from slime.utils import accelerator
+    from slime.utils.accelerator.cuda import CUDAAccelerator
+
+    class OnCPU(CUDAAccelerator):
+        def is_available(self):
+            return True
+
+        def current_device(self):
+            return "cpu"
+
+        def device(self, *args, **kwargs):
+            return torch.device("cpu")
+
+    accelerator.register_accelerator(
+        "cputest", OnCPU, is_available=lambda: True, priority=1000, communication_backends=("gloo",)
+    )

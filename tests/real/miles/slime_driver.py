@@ -1,0 +1,95 @@
+"""The stock ``train_async.py`` of a slime checkout, with what Stitch adds to its flags.
+
+Run in the environment of miles-rl: ``slime_driver.py ROOT PORT ROLLOUTS CHECKOUT [flags for slime]``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[2]
+CPU = HERE.parent / "trainers_cpu"
+
+
+def flags(root: Path, port: int, rollouts: int) -> list[str]:
+    from policy import LAYOUT
+
+    boot, out = str(root / "boot"), str(root / "ckpt")
+    resumes = (root / "ckpt" / "latest_checkpointed_iteration.txt").exists()
+    return [
+        "--train-backend", "megatron", "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
+        "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1", "--hf-checkpoint", boot,
+        # Megatron cannot load the state of torch's own Adam, which stands in for a fused one here.
+        "--no-load-optim", "--no-load-rng", "--ckpt-format", "torch",
+        "--ref-load", boot, "--load", out if resumes else boot, "--save", out, "--save-interval", "1",
+        "--model-name", "qwen3",
+        "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4",
+        "--num-rollout", str(rollouts), "--micro-batch-size", "1", "--rollout-max-response-len", "12",
+        "--prompt-data", str(root / "prompts.jsonl"), "--input-key", "input", "--label-key", "label",
+        "--custom-rm-path", "reward.reward", "--advantage-estimator", "grpo", "--lr", "1e-3",
+        "--optimizer", "adam", "--bf16", "--sglang-server-concurrency", "4",
+        "--save-debug-rollout-data", str(root / "samples_{rollout_id}.pt"), *LAYOUT,
+        # What has no GPU.
+        "--distributed-backend", "gloo", "--transformer-impl", "local",
+        "--custom-model-provider-path", "cpu_model.provider", "--position-embedding-type", "rope",
+        "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion",
+        "--no-rope-fusion", "--no-persist-layer-norm", "--use-cpu-initialization",
+        "--attention-backend", "unfused", "--hidden-dropout", "0", "--attention-dropout", "0",
+        "--no-offload-train", "--no-offload-rollout",
+        # What Stitch adds.
+        "--rollout-external-engine-addrs", f"127.0.0.1:{port}",
+        "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(port),
+        "--update-weight-mode", "delta", "--update-weight-transport", "disk",
+        "--update-weight-disk-dir", str(root / "updates"),
+        "--update-weight-local-checkpoint-dir", str(root / "unused"),
+        "--custom-update-weight-post-write-path", "stitch_slime.hooks.post_write",
+        "--custom-megatron-init-path", "stitch_slime.hooks.megatron_init",
+        "--custom-megatron-before-train-step-hook-path", "stitch_slime.hooks.before_train_step",
+        "--rollout-function-path", "stitch_slime.rollout.generate_rollout",
+        "--rollout-sample-hook-path", "stitch_slime.rollout.record_version",
+        "--data-source-path", "stitch_slime.data.StitchDataSource",
+        "--custom-config-path", str(root / "stitch.yaml"),
+    ]  # fmt: skip
+
+
+def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str]) -> None:
+    plugins = (REPO / "plugins" / name for name in ("miles", "slime", "gateway"))
+    paths = [str(path) for path in (checkout, REPO, *plugins, HERE, CPU)]
+    sys.path[:0] = paths
+    os.environ["SLIME_ACCELERATOR"] = "cputest"
+    import missing_modules
+
+    missing_modules.install()
+    import cuda_calls
+
+    cuda_calls.install()
+    import framework
+
+    framework.install()
+    sys.argv = ["train_async.py", *flags(root, port, rollouts), *extra]
+    import ray
+
+    ray.init(
+        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=str(root / "ray"),
+        object_store_memory=200_000_000,
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": os.pathsep.join(paths), "STITCH_CPU_TRAINER": "1", "HF_HUB_OFFLINE": "1",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
+                "SLIME_ACCELERATOR": "cputest",
+            }
+        },
+    )  # fmt: skip
+    import train_async
+    from slime.utils.arguments import parse_args
+
+    train_async.train(parse_args())
+    print("finished", flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
