@@ -24,7 +24,8 @@ OURS: dict[str, dict[str, str]] = {
 
 # The extra that brings a name, where it is not the name itself.
 EXTRAS = {"static": "gateway", "store": "gateway", "prove": "embedded"}
-ELSEWHERE = {"stitch.stores": ("s3", "modal"), "stitch.engines": ("sglang",)}
+ELSEWHERE = {"stitch.stores": ("s3", "modal")}
+NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 
 
 class PluginMissing(ValueError):
@@ -44,6 +45,8 @@ def load(group: str, name: str) -> Any:
         return _load(EntryPoint(name, OURS[group][name], group))
     kind = group.removeprefix("stitch.").removesuffix("s")
     hint = f"; it comes with {_extra(name)}" if name in ELSEWHERE.get(group, ()) else ""
+    if kind == "engine":
+        hint = NO_ENGINE.get(name, hint)
     raise PluginMissing(f"there is no {kind} {name!r} here (known: {', '.join(names(group))}){hint}")
 
 

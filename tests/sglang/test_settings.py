@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from stitch_core import plugins
 from stitch_core.replica.reconciler import Follow
 from stitch_sglang.refuse import NotCovered, refuse
 from stitch_sglang.settings import OPTIONS, Settings, SettingsError, add_flags, asked_for, export_flags
@@ -83,3 +84,8 @@ def test_the_rust_server_is_refused() -> None:
     with pytest.raises(NotCovered, match="SGLANG_RUST_SERVER"):
         refuse(SimpleNamespace(), {"SGLANG_RUST_SERVER": "1"})
     refuse(SimpleNamespace(), {"SGLANG_RUST_SERVER": "0"})
+
+
+def test_a_replica_command_with_sglang_as_its_engine_is_told_what_to_do() -> None:
+    with pytest.raises(plugins.PluginMissing, match="`sglang serve` itself is the replica"):
+        plugins.load("stitch.engines", "sglang")
