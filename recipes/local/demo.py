@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -30,10 +25,10 @@ from stitch_embedded.proof import ProofError, prove
 from . import grpo, report, task
 from .fleet import Fleet, FleetError
 from .grpo import Grpo
+from .lifecycle import beside, prepare, scratch_directory, until_sigterm
 from .monitor import Monitor
 from .plot import draw
-from .policy import Policy, write_checkpoint
-from .report import Outcome, WarmUp
+from .report import Outcome
 from .rollout import GatewayClient, NoRollouts, RequestFailed, Rollouts
 from .settings import Settings
 from .trainer import Trainer
@@ -45,7 +40,6 @@ T = TypeVar("T")
 # When, as a share of the training steps.
 JOIN, KILL, DRAIN = 0.35, 0.55, 0.75
 CONTROL_REQUESTS = 8
-TMPFS, TMPFS_BYTES = Path("/dev/shm"), 256 << 20
 
 FAILURES = (FleetError, NoRollouts, RequestFailed, PublishError, StoreError, ProofError)
 
@@ -61,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     try:
         view = View(live=sys.stdout.isatty() and not options.plain)
-        outcome = asyncio.run(_until_sigterm(play(settings, view)))
+        outcome = asyncio.run(until_sigterm(play(settings, view)))
         print("proving every trajectory from the store alone", flush=True)
         proof = prove(settings.out)
     except FAILURES as error:
@@ -98,12 +92,12 @@ async def play(settings: Settings, view: View) -> Outcome:
     """Everything but the proof. Whatever happens, no process is left behind."""
     logs = settings.out / "logs"
     logs.mkdir(parents=True)
-    scratch = _scratch(settings.out)
+    scratch = scratch_directory(settings.out)
     fleet = Fleet(settings, scratch, logs)
     file = TrajectoryFile(settings.out / "trajectories.jsonl.zst")
     try:
         view.say(f"warming the policy up with {grpo.WARMUP_STEPS} supervised steps")
-        policy, warm_up = await asyncio.to_thread(_prepare, settings)
+        policy, warm_up = await asyncio.to_thread(prepare, settings)
         publisher = await asyncio.to_thread(
             PolicyPublisher.start, settings.store_url, settings.run, settings.boot, scratch / "deltas",
             producer={"recipe": "local", "seed": settings.seed},
@@ -118,7 +112,7 @@ async def play(settings: Settings, view: View) -> Outcome:
             trainer = Trainer(Grpo(policy), rollouts, publisher, settings)
             monitor, timeline = Monitor(fleet), Timeline(fleet, settings.steps)
             watching = view.watch(Board(settings, trainer, rollouts, monitor, fleet))
-            await _beside(trainer.run(timeline.step_done), rollouts.run(), monitor.run(), watching)
+            await beside(trainer.run(timeline.step_done), rollouts.run(), monitor.run(), watching)
         await timeline.finished()
         view.say("asking a replica that relabels without copying: the negative control")
         await fleet.retire()
@@ -127,23 +121,6 @@ async def play(settings: Settings, view: View) -> Outcome:
     finally:
         file.close()
         await fleet.close()
-
-
-def _prepare(settings: Settings) -> tuple[Policy, WarmUp]:
-    """The policy as training begins, and version 0 of the run on disk."""
-    began = time.monotonic()
-    policy = Policy(settings.seed)
-    loss = grpo.warm_up(policy, settings.seed)
-    write_checkpoint(settings.boot, policy.rollout_weights())
-    run = {
-        "store": settings.store.name,
-        "run": settings.run,
-        "boot": settings.boot.name,
-        "max_len": settings.max_len,
-        "settings": settings.to_json(),
-    }
-    (settings.out / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    return policy, WarmUp(grpo.WARMUP_STEPS, time.monotonic() - began, loss)
 
 
 class Timeline:
@@ -186,38 +163,6 @@ async def _ask_faulty(fleet: Fleet, settings: Settings, head: int, file: Traject
         prompts = [task.draw_prompt(rng) for _ in range(CONTROL_REQUESTS)]
         for group in await asyncio.gather(*(client.group(prompt, control="faulty") for prompt in prompts)):
             file.write(group)
-
-
-def _scratch(out: Path) -> Path:
-    """Where host checkpoints live: in RAM where there is room."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(TMPFS).free >= TMPFS_BYTES:
-            return Path(tempfile.mkdtemp(prefix="stitch-demo-", dir=TMPFS))
-    (out / "scratch").mkdir()
-    return out / "scratch"
-
-
-async def _beside(work: Awaitable[T], *background: Coroutine[Any, Any, None]) -> T:
-    """The result of ``work``, with ``background`` running until then. Raises what fails first."""
-    first = asyncio.ensure_future(work)
-    others = [asyncio.create_task(one) for one in background]
-    try:
-        done, _ = await asyncio.wait([first, *others], return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            one.result()
-        return await first
-    finally:
-        for one in (first, *others):
-            one.cancel()
-        await asyncio.gather(first, *others, return_exceptions=True)
-
-
-async def _until_sigterm(work: Awaitable[T]) -> T:
-    """SIGTERM ends it as Ctrl-C does, with everything put away."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await work
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stitch_embedded.proof import UNREADABLE, ProofError, _manifests, _replay, _shift
+from stitch_embedded.proof import UNREADABLE, ProofError, manifests_of, replay_part, under_neighbours
 from stitch_embedded.recorded import Record, RunFile, read_trajectories
 from stitch_embedded.report import token_spans
 
@@ -135,11 +135,11 @@ def prove(directory: Path) -> NoisyReport:
     run = RunFile.read(directory)
     records = [record for record in read_trajectories(directory, run.run) if record.claimed.tokens]
     try:
-        states = {m.number: m.state for m in asyncio.run(_manifests(run, directory))}
+        states = {m.number: m.state for m in asyncio.run(manifests_of(run, directory))}
     except UNREADABLE as error:
         raise ProofError(f"run {run.run} cannot be read from its store: {error}") from error
-    shifts = [_shift(record, states) for record in records]
-    outcomes = _replay((run, directory, [record.claimed for record in records], shifts))
+    shifts = [under_neighbours(record, states) for record in records]
+    outcomes = replay_part((run, directory, [record.claimed for record in records], shifts))
     noise: list[list[float]] = []
     scores: dict[str | None, list[SpanScore]] = {None: [], "faulty": []}
     spanning: dict[str, int] = {}

@@ -23,8 +23,9 @@ import torch
 from stitch_core.policy_publisher import PolicyPublisher
 
 from . import noisy_proof, policy, task
-from .demo import CONTROL_REQUESTS, FAILURES, _beside, _prepare, _scratch, _until_sigterm
+from .demo import CONTROL_REQUESTS, FAILURES
 from .grpo import Grpo
+from .lifecycle import beside, prepare, scratch_directory, until_sigterm
 from .rollout import GatewayClient, Group, Rollouts
 from .settings import Settings
 from .sglang_fleet import SGLangFleet
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        outcome = asyncio.run(_until_sigterm(play(settings, options.python)))
+        outcome = asyncio.run(until_sigterm(play(settings, options.python)))
         print("proving every span from the store alone", flush=True)
         proof = noisy_proof.prove(settings.out)
     except FAILURES as error:
@@ -128,12 +129,12 @@ async def play(settings: SGLangSettings, python: Path) -> dict[str, Any]:
     """Everything but the proof. Whatever happens, no process is left behind."""
     logs = settings.out / "logs"
     logs.mkdir(parents=True)
-    scratch = _scratch(settings.out)
+    scratch = scratch_directory(settings.out)
     fleet = SGLangFleet(settings, scratch, logs, python=python)
     file = TrajectoryFile(settings.out / "trajectories.jsonl.zst")
     said = asyncio.create_task(_say_events(fleet))
     try:
-        trained, _ = await asyncio.to_thread(_prepare, settings)
+        trained, _ = await asyncio.to_thread(prepare, settings)
         publisher = await asyncio.to_thread(
             PolicyPublisher.start, settings.store_url, settings.run, settings.boot, scratch / "deltas",
             producer={"recipe": "local", "engine": "sglang", "seed": settings.seed},
@@ -162,7 +163,7 @@ async def play(settings: SGLangSettings, python: Path) -> dict[str, Any]:
                 if step == joins:
                     joining.append(asyncio.create_task(join()))
 
-            await _beside(trainer.run(step_done), rollouts.run())
+            await beside(trainer.run(step_done), rollouts.run())
             await asyncio.gather(*joining)
         await fleet.retire()
         lying = await fleet.start_named("faulty", "in_place", program=("-m", "recipes.local.sglang_faulty"))

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..versions import HEADER_RUN, VersionConstraint
+from ..versions import HEADER_CONSUMER, HEADER_RUN, VersionConstraint
 from .settings import TrainerSettings
 
-HEADER_CONSUMER = "X-Stitch-Consumer"
 HEADER_SESSION = "X-SMG-Routing-Key"
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -85,7 +84,7 @@ class Demand:
 
     def _headers(self, episode: Episode, given: Mapping[str, str] | None) -> dict[str, str]:
         consumer = self.settings.eval_consumer if episode.evaluation else self.settings.consumer
-        headers = {HEADER_RUN.title(): self.settings.run, HEADER_CONSUMER: consumer}
+        headers = {HEADER_RUN.title(): self.settings.run, HEADER_CONSUMER.title(): consumer}
         if episode.session is not None:
             headers[HEADER_SESSION] = episode.session
         return headers | dict(given or {})

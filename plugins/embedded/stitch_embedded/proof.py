@@ -115,20 +115,20 @@ def prove(directory: Path, *, processes: int = 2, progress: Progress = lambda _:
     records = [r for r in read_trajectories(directory, run.run) if r.claimed.tokens]
     progress(f"{len(records)} trajectories")
     try:
-        manifests = asyncio.run(_manifests(run, directory))
+        manifests = asyncio.run(manifests_of(run, directory))
     except UNREADABLE as error:
         raise ProofError(f"run {run.run} cannot be read from its store: {error}") from error
     states = {manifest.number: manifest.state for manifest in manifests}
     _check_claims(run, records, states)
-    shifts = [_shift(record, states) for record in records]
+    shifts = [under_neighbours(record, states) for record in records]
     parts = [range(i, len(records), max(1, processes)) for i in range(min(max(1, processes), len(records)))]
     work = [(run, directory, [records[i].claimed for i in part], [shifts[i] for i in part]) for part in parts]
     outcomes: dict[int, tuple[list[float], list[float] | None]] = {}
     if len(work) > 1:
         with ProcessPoolExecutor(len(work), mp_context=multiprocessing.get_context("spawn")) as pool:
-            results = list(pool.map(_replay, work))
+            results = list(pool.map(replay_part, work))
     else:
-        results = [_replay(one) for one in work]
+        results = [replay_part(one) for one in work]
     for part, result in zip(parts, results, strict=True):
         outcomes.update(zip(part, result, strict=True))
     return _judge(run, records, states, [outcomes[i] for i in range(len(records))])
@@ -183,7 +183,7 @@ def _failure(record: Record, again: Sequence[float]) -> str:
     return f"{record.id}: token {at} was {record.logprobs[at]!r}, its versions give {again[at]!r}"
 
 
-def _shift(record: Record, states: Mapping[int, str]) -> Trajectory | None:
+def under_neighbours(record: Record, states: Mapping[int, str]) -> Trajectory | None:
     """The trajectory under the neighbouring versions of other states; None where there is no such version."""
     numbers = sorted(states)
     used = {int(version) for version in record.claimed.versions()}
@@ -213,7 +213,7 @@ def _equal_states(states: Mapping[int, str]) -> list[list[int]]:
 # ---------------------------------------------------------------------------------- versions from the store
 
 
-async def _manifests(run: RunFile, directory: Path) -> list[Manifest]:
+async def manifests_of(run: RunFile, directory: Path) -> list[Manifest]:
     """All versions of the run, oldest first."""
     store = open_store(run.store_url(directory))
     try:
@@ -225,7 +225,7 @@ async def _manifests(run: RunFile, directory: Path) -> list[Manifest]:
         await store.close()
 
 
-def _replay(
+def replay_part(
     work: tuple[RunFile, Path, list[Trajectory], list[Trajectory | None]],
 ) -> list[tuple[list[float], list[float] | None]]:
     """In a process of its own: the claimed and the shifted log-probabilities of some trajectories."""
@@ -281,7 +281,7 @@ def _weights(
     try:
         tensors: dict[str, Tensor] = {}
         before: dict[str, str] = {}
-        for manifest in loop.run_until_complete(_manifests(run, directory)):
+        for manifest in loop.run_until_complete(manifests_of(run, directory)):
             if manifest.number not in wanted:
                 continue
             staged = loop.run_until_complete(stager.stage(manifest))
