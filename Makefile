@@ -39,7 +39,7 @@ PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
 TIER_MAY_BE_EMPTY = || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-sglang venv-miles venv-path demo check test test-sglang test-miles test-long lint format bench clean
+.PHONY: help venv venv-sglang venv-miles venv-path demo demo-miles check test test-sglang test-miles test-long lint format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ venv-path: ## print where the virtual environment is
 demo: venv $(if $(filter sglang,$(ENGINE)),venv-sglang) ## train a small policy while replicas follow, and prove what they say (ENGINE=sglang, SEED=, OUT=, DEMO_ARGS=)
 	@$(PY) -m $(DEMO_$(ENGINE)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
+demo-miles: venv-miles ## the stock trainer miles-rl, killed and resumed, every sample proven (OUT=, DEMO_ARGS=)
+	@$(PY_MILES) -W ignore -m recipes.miles.demo $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
+
 check: lint ## lint, types and the fast tests; under 2 minutes
 	$(PYTEST) -n 2
 
@@ -73,7 +76,7 @@ test-sglang: venv-sglang ## the tests that start stock SGLang servers; part of `
 		-m "real and not long" -o faulthandler_timeout=900 tests/real/sglang
 
 test-miles: venv-miles ## the tests that run the trainer of miles-rl; part of `make test`
-	PYTHONPATH=$(CURDIR)/tests/real/miles:$(PYTHONPATH) STITCH_NO_SKIP=1 $(PY_MILES) -m pytest -W ignore \
+	STITCH_NO_SKIP=1 $(PY_MILES) -m pytest -W ignore \
 		-m "real and not long" -o faulthandler_timeout=900 tests/real/miles
 
 test-long: venv ## the tests that take hours

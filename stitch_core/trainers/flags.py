@@ -13,6 +13,7 @@ HELP = {
     "work": "scratch space on every host",
     "channel": "a channel to point at the run when it is claimed",
     "lag": "how many versions behind the head a rollout may start",
+    "max_staleness": "how many versions behind a sample may be when it is trained on (fully async)",
     "consumer": "name of rollout requests at the gateway",
     "eval_consumer": "name of evaluation requests at the gateway",
     "keep_files": "leave published directories where the framework wrote them",
@@ -33,5 +34,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if TrainerSettings.__annotations__[key] == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=f"Stitch: {text}")
         else:
-            kind = int if TrainerSettings.__annotations__[key] == "int" else str
+            kind = int if TrainerSettings.__annotations__[key].startswith("int") else str
             parser.add_argument(flag, type=kind, default=None, help=f"Stitch: {text}")

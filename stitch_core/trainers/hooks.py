@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,18 @@ class Trainer:
 _TRAINER: Trainer | None = None
 
 
-def set_up(args: Any, group: TrainerGroup, framework: str, preflight: Callable[[], None]) -> Trainer:
-    """Check settings and framework on every rank, with one report on all of them. Raises RanksFailed."""
+def set_up(
+    args: Any, group: TrainerGroup, framework: str, preflight: Callable[[], None], argv: Sequence[str] = ()
+) -> Trainer:
+    """Check settings and framework on every rank, with one report on all of them. Raises RanksFailed.
+
+    ``argv`` is the launch script's command line, where it can be known.
+    """
     global _TRAINER
 
     def check() -> TrainerSettings:
         preflight()
-        return read_settings(args)
+        return read_settings(args, argv)
 
     settings = together(group, "preflight of Stitch", check)[group.rank]
     _TRAINER = Trainer(settings, group, framework)

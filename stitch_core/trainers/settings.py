@@ -32,7 +32,8 @@ class TrainerSettings:
     ``run`` and ``store`` are required. ``boot`` is the HF checkpoint directory that is version 0 (the
     framework's ``hf_checkpoint`` by default), ``work`` scratch space on every host, ``channel`` one to point
     at the run when it is claimed. A rollout request must be served by the head at its start or a version at
-    most ``lag`` before it. ``consumer`` names those requests at the gateway, ``eval_consumer`` those of
+    most ``lag`` before it; a sample more than ``max_staleness`` behind is not trained on, where the framework
+    has a buffer that asks. ``consumer`` names those requests at the gateway, ``eval_consumer`` those of
     evaluation. ``keep_files`` leaves published directories where the framework wrote them.
     ``inner_rollout`` and ``inner_generate`` are functions of the user's own (dotted names) that ours call
     instead of the framework's.
@@ -44,6 +45,7 @@ class TrainerSettings:
     work: Path
     channel: str | None = None
     lag: int = 0
+    max_staleness: int | None = None
     consumer: str = "rollout"
     eval_consumer: str = "eval"
     keep_files: bool = False
@@ -111,7 +113,7 @@ def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    if key == "lag":
+    if key in ("lag", "max_staleness"):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             return f"expected a number of versions from 0 on, got {value!r}"
         return None

@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("frameworks.json").read_text())
 NEEDED = [
     ("slime:624b824a8", (slime.TRAINER, slime.ROLLOUT), slime.FLAGS),
-    ("miles:31f1ca961", (miles.COMMON, miles.DELTA, miles.ROLLOUT), (*miles.FLAGS, *miles.DELTA_FLAGS)),
+    (
+        "miles:31f1ca961",
+        (miles.COMMON, miles.DELTA, miles.ROLLOUT, miles.BUFFER),
+        (*miles.FLAGS, *miles.DELTA_FLAGS),
+    ),
     ("miles:0.0.2", (miles.COMMON, miles.GATHER, miles.ROLLOUT), miles.FLAGS),
 ]
 # How the frameworks call each hook: positional arguments, then keywords.

@@ -54,7 +54,14 @@ DELTA_FLAGS = (
     "--update-weight-transfer-mode", "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir",
     "--update-weight-delta-checksum", "--custom-update-weight-post-write-path",
 )  # fmt: skip
-GROUPS = (COMMON, DELTA, GATHER, ROLLOUT)
+BUFFER = (
+    Symbol("miles.rollout.fully_async_data_buffer:DefaultDataBuffer.put", ("self", "input"), "attribution"),
+    Symbol("miles.rollout.fully_async_data_buffer:iter_samples", ("group",), "attribution"),
+    Symbol(
+        "miles.rollout.fully_async_data_buffer:DataBufferConstructorInput", None, "staleness", optional=True
+    ),
+)
+GROUPS = (COMMON, DELTA, GATHER, ROLLOUT, BUFFER)
 
 
 def writes_deltas() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,23 @@ def megatron_init(args: Any) -> None:
     from slime.utils.distributed_utils import get_gloo_group
 
     group = ProcessGroup(torch.distributed, get_gloo_group())
-    hooks.set_up(args, group, "slime", lambda: _preflight(args, group.rank))
+    hooks.set_up(args, group, "slime", lambda: _preflight(args, group.rank), launch_command())
     hooks.start_through_stitch(resolve(UPDATER), _repair_zero_dim)
+
+
+def launch_command() -> list[str]:
+    """The words of the launch script's command line, from Ray's table of jobs; [] where that cannot be read.
+
+    slime drops flags that it does not know. Here, in a worker, this is the only place where they still are.
+    """
+    try:
+        import ray
+        from ray._private.state import jobs
+
+        job = ray.get_runtime_context().get_job_id()
+        return next(shlex.split(entry["Entrypoint"]) for entry in jobs() if entry["JobID"] == job)
+    except Exception:  # not public: whatever it may raise, training can start without
+        return []
 
 
 def _preflight(args: Any, rank: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[2]
 CPU = HERE.parent / "trainers_cpu"
+RECIPE = REPO / "recipes" / "miles"
 
 
 def flags(root: Path, port: int, rollouts: int) -> list[str]:
@@ -57,7 +58,7 @@ def flags(root: Path, port: int, rollouts: int) -> list[str]:
 
 def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str]) -> None:
     plugins = (REPO / "plugins" / name for name in ("miles", "slime", "gateway"))
-    paths = [str(path) for path in (checkout, REPO, *plugins, HERE, CPU)]
+    paths = [str(path) for path in (checkout, REPO, *plugins, RECIPE, CPU)]
     sys.path[:0] = paths
     os.environ["SLIME_ACCELERATOR"] = "cputest"
     import missing_modules
@@ -73,7 +74,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
     import ray
 
     ray.init(
-        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=str(root / "ray"),
+        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
         object_store_memory=200_000_000,
         runtime_env={
             "env_vars": {

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import World
 
+from recipes.miles.processes import World
 from stitch_core.manifest import Manifest
 from stitch_core.stores.local import LocalStore
 from stitch_core.trainers.record import load_record
@@ -37,7 +37,7 @@ def finished(world: World) -> World:
     """A run that was killed after its second rollout and resumed."""
     gateway = world.gateway()
     world.replica("a")
-    world.replica("b", "retract")
+    world.replica("b", kv_mode="retract")
     first = world.trainer(gateway, ROLLOUTS)
     first.until(lambda text: "finished 1" in text, "second rollout")
     first.kill()

@@ -1,4 +1,4 @@
-"""The stock ``train_async.py`` of slime, from a checkout that STITCH_SLIME names: its delta writer and its loop.
+"""The stock ``train_async.py`` of slime, from a checkout that STITCH_SLIME names: its delta writer and loop.
 
 Promises 1 to 3, C06 and C27: rank 0's extra call of the hook is in the way of every start.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import World
 
+from recipes.miles.processes import World
 from stitch_core.manifest import Manifest
 from stitch_core.stores.local import LocalStore
 from tests.small_run import chain_of

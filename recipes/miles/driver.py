@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parents[2]
-CPU = HERE.parent / "trainers_cpu"
+REPO = HERE.parents[1]
+# What a machine without a GPU lacks.
+CPU = REPO / "tests" / "real" / "trainers_cpu"
 
 
 def flags(root: Path, port: int, rollouts: int) -> list[str]:
@@ -70,7 +71,7 @@ def main(root: Path, port: int, rollouts: int, extra: list[str]) -> None:
     import ray
 
     ray.init(
-        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=str(root / "ray"),
+        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
         object_store_memory=200_000_000,
         runtime_env={
             "env_vars": {

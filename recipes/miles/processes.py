@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = [ROOT / "plugins" / name for name in ("gateway", "embedded", "miles", "slime")]
 PATIENCE = 420.0
 
@@ -19,11 +21,11 @@ PATIENCE = 420.0
 class Child:
     """One process in a session of its own, so that all that it starts can be ended with it."""
 
-    def __init__(self, name: str, arguments: list[str], root: Path) -> None:
+    def __init__(self, name: str, arguments: list[str], root: Path, **variables: str) -> None:
         self.name, self.log = name, root / f"{name}-{time.monotonic_ns()}.log"
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *PLUGINS])), "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled",
+            "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", **variables,
         }  # fmt: skip
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -81,6 +83,8 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        # Of its own, since Ray's sockets lie below and a socket's path holds hardly more than 100 bytes.
+        self.ray = tempfile.mkdtemp(prefix="ray-")
         self.children: list[Child] = []
         subprocess.run(
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name("policy.py")), str(root)],
@@ -98,7 +102,7 @@ class World:
         (self.root / "stitch.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
 
     def start(self, name: str, *arguments: str) -> Child:
-        child = Child(name, list(arguments), self.root)
+        child = Child(name, list(arguments), self.root, RAY_DIRECTORY=self.ray)
         self.children.append(child)
         return child
 
@@ -108,11 +112,11 @@ class World:
             "--engine", "base_gpu_id=1", "--port", "0", "--json",
         )  # fmt: skip
 
-    def replica(self, name: str, kv_mode: str = "in_place") -> Child:
+    def replica(self, name: str, *options: str, kv_mode: str = "in_place") -> Child:
         return self.start(
             name, "-m", "stitch_core.cli", "replica", "--store", self.store, "--base", f"{self.root}/boot",
             "--port", "0", "--poll", "0.5", "--host-dir", f"{self.root}/host-{name}", "--id", name,
-            "--kv-mode", kv_mode, "--json",
+            "--kv-mode", kv_mode, "--json", *options,
         )  # fmt: skip
 
     def trainer(self, gateway: Child, rollouts: int, *flags: str) -> Child:
@@ -123,3 +127,4 @@ class World:
     def close(self) -> None:
         for child in self.children:
             child.kill()
+        shutil.rmtree(self.ray, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The stock trainer of miles-rl through Stitch, on CPUs."""

@@ -1,0 +1,135 @@
+"""The hooks that both frameworks call: when they publish, when they must not, and when they claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stitch_core.safetensors import Tensor
+from stitch_core.trainers import hooks
+from stitch_core.trainers.group import RanksFailed, Solo
+from stitch_miles.hooks import _repair_zero_dim as repair_miles
+from stitch_miles.hooks import check_flags as check_miles
+from stitch_slime.hooks import _repair_zero_dim as repair_slime
+from stitch_slime.hooks import check_flags as check_slime
+from tests.trainers.ranks import Stock, World
+from tests.trainers.test_publication import plain, rebuilt, versions
+
+
+class Shaped:
+    """As much of a tensor as the repairs look at."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def reshape(self, *shape: int) -> Shaped:
+        return Shaped(shape)
+
+
+class StockUpdater:
+    """A stock delta updater: the first call only takes a snapshot, later ones write, and call the hook."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock, self._baseline_captured, self.weight_version = stock, False, 0
+        self.tensors: dict[str, Tensor] = stock.world.history[0]
+
+    def update_weights(self) -> None:
+        if not self._baseline_captured:
+            hooks.post_write(None, str(self._stock.root), [])
+            self._baseline_captured = True
+            return
+        self.weight_version += 1
+        self._stock.number = self.weight_version - 1
+        hooks.post_write(None, str(self._stock.write(self.tensors)), [])
+
+    def _iter_hf_tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from (("scale", Shaped(())), ("weight", Shaped((2, 3))))
+
+    def _for_each_hf_bucket(self, bucket_func: Any) -> None:
+        bucket_func(list(StockUpdater._iter_hf_tensors(self)), "bar")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(hooks, "_TRAINER", None)
+    return World(tmp_path)
+
+
+def updater(world: World, name: str) -> StockUpdater:
+    """A new process of a trainer with the stock updater, set up through the hooks."""
+    args = SimpleNamespace(
+        stitch_run="r", stitch_store=f"file:{world.root}/store", hf_checkpoint=str(world.boot),
+        stitch_work=str(world.root / "work"),
+    )  # fmt: skip
+    hooks.set_up(args, Solo(), "test", lambda: None)
+    fresh = type("Updater", (StockUpdater,), {})
+    hooks.start_through_stitch(fresh, lambda _: None)
+    hooks.start_through_stitch(fresh, lambda _: None)  # a second actor in the process wraps nothing twice
+    made: StockUpdater = fresh(Stock(world, world.root / name))
+    return made
+
+
+def test_c27_the_hooks_first_call_publishes_nothing(world: World) -> None:
+    trainer = updater(world, "updates")
+    trainer.update_weights()
+    assert [m.number for m in versions(world)] == [0]
+    for step in range(2):
+        hooks.before_train_step(None, step, 0, None, None, None)
+        trainer.tensors = world.learn()
+        trainer.update_weights()
+    assert [(m.number, m.step) for m in versions(world)] == [(0, None), (1, 0), (2, 1)]
+    assert rebuilt(world, 2) == plain(world.tensors)
+
+
+def test_c06_a_resumed_stock_trainer_publishes_its_own_weights_first(world: World) -> None:
+    first = updater(world, "first")
+    first.update_weights()
+    for _ in range(3):
+        first.tensors = world.learn()
+        first.update_weights()
+    resumed = updater(world, "second")
+    resumed.tensors = world.history[2]  # what it saved; version 3 came later
+    resumed.update_weights()
+    assert resumed.weight_version == 4
+    chain = versions(world)
+    assert chain[4].state == chain[2].state
+    assert chain[4].representation.base == chain[0].state
+    resumed.tensors = world.learn()
+    resumed.update_weights()
+    assert [m.number for m in versions(world)] == [0, 1, 2, 3, 4, 5]
+    assert rebuilt(world, 5) == plain(world.tensors)
+
+
+def test_a_hook_without_set_up_says_which_flag_is_missing(world: World) -> None:
+    hooks.post_write(None, "/updates", [])
+    with pytest.raises(RanksFailed, match="--custom-megatron-init-path"):
+        hooks.post_write(None, "/updates/weight_v000001", [])
+
+
+def test_tensors_without_dimensions_reach_the_stock_encoders_with_one() -> None:
+    slime = type("Slime", (StockUpdater,), {})
+    repair_slime(slime)
+    assert [t.shape for _, t in slime._iter_hf_tensors(None)] == [(1,), (2, 3)]
+    miles = type("Miles", (StockUpdater,), {})
+    repair_miles(miles)
+    seen: list[Any] = []
+    miles._for_each_hf_bucket(None, lambda bucket, bar: seen.extend([t.shape for _, t in bucket] + [bar]))
+    assert seen == [(1,), (2, 3), "bar"]
+
+
+def test_the_frameworks_own_flags_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="--update-weight-mode delta") as caught:
+        check_slime(SimpleNamespace(update_weight_mode="full", update_weight_transport="nccl"))
+    assert "--update-weight-transport disk (it is nccl)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"--colocate False \(it is True\)"):
+        check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast", colocate=True), True)
+    check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast", colocate=False), True)
+    with pytest.raises(ValueError, match="--update-weight-transfer-mode disk-delta"):
+        check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast"), False)
