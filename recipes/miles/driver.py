@@ -67,16 +67,18 @@ def main(root: Path, port: int, rollouts: int, extra: list[str]) -> None:
     import framework
 
     framework.install()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron insists on it with several ranks
     sys.argv = ["train.py", *flags(root, port, rollouts), *extra]
     import ray
 
     ray.init(
-        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
+        num_cpus=6, num_gpus=4, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
         object_store_memory=200_000_000,
         runtime_env={
             "env_vars": {
                 "PYTHONPATH": os.pathsep.join(sys.path[:7]), "STITCH_CPU_TRAINER": "1", "HF_HUB_OFFLINE": "1",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             }
         },
     )  # fmt: skip

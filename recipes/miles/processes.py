@@ -106,10 +106,11 @@ class World:
         self.children.append(child)
         return child
 
-    def gateway(self) -> Child:
+    def gateway(self, trainer_gpus: int = 1) -> Child:
+        """Miles expects its engines on the GPUs behind those of its trainer."""
         return self.start(
             "gateway", "-m", "stitch_core.cli", "gateway", "--store", self.store, "--run", "math", "--facade",
-            "--engine", "base_gpu_id=1", "--port", "0", "--json",
+            "--engine", f"base_gpu_id={trainer_gpus}", "--port", "0", "--json",
         )  # fmt: skip
 
     def replica(self, name: str, *options: str, kv_mode: str = "in_place") -> Child:

@@ -74,7 +74,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
     import ray
 
     ray.init(
-        num_cpus=6, num_gpus=2, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
+        num_cpus=6, num_gpus=4, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
         object_store_memory=200_000_000,
         runtime_env={
             "env_vars": {

@@ -1,6 +1,7 @@
 """Sends what Megatron and the trainers ask of a GPU to the CPU."""
 
 import contextlib
+import types
 
 import torch
 
@@ -38,6 +39,7 @@ def install():
         "device_count": 1,
         "get_device_capability": (9, 0),
         "get_device_name": "cpu",
+        "get_device_properties": types.SimpleNamespace(major=9, minor=0, name="cpu", total_memory=16 << 30),
         "mem_get_info": (8 << 30, 16 << 30),
         "memory_stats": {},
         "memory_allocated": 0,

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face Qwen3 into Megatron's model, for want of a bridge on PyPI. One TP rank."""
+"""Loads a Hugging Face Qwen3 into Megatron's model, for want of a bridge on PyPI."""
 
 import torch
 
@@ -15,12 +15,25 @@ def load(ddp_model, optimizer, args, load_path):
     source = AutoModelForCausalLM.from_pretrained(load_path, torch_dtype=torch.bfloat16).state_dict()
     groups = args.num_query_groups
     for name, parameter in ddp_model[0].named_parameters():
-        value = convert(name.removeprefix("module.").removeprefix("module."), source, groups)
+        name = name.removeprefix("module.").removeprefix("module.")
+        value = shard(name, convert(name, source, groups), parameter)
         with torch.no_grad():
             parameter.copy_(value.to(parameter.dtype))
     if optimizer is not None:
         optimizer.reload_model_params()
     return 0, 0
+
+
+def shard(name, value, parameter):
+    """This tensor-parallel rank's part."""
+    from megatron.core import mpu
+
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return value
+    if name.endswith("linear_fc1.weight"):  # gate and up are cut one by one
+        return torch.cat([half.chunk(size)[rank] for half in value.chunk(2)])
+    return value.chunk(size, dim=parameter.partition_dim)[rank]
 
 
 def convert(name, source, groups):
