@@ -17,6 +17,7 @@ HELP = {
     "consumer": "name of rollout requests at the gateway",
     "eval_consumer": "name of evaluation requests at the gateway",
     "keep_files": "leave published directories where the framework wrote them",
+    "patience": "seconds for which a publish waits for a store that does not answer",
     "inner_rollout": "a rollout function of your own",
     "inner_generate": "a generate function of your own",
 }
@@ -34,5 +35,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if TrainerSettings.__annotations__[key] == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=f"Stitch: {text}")
         else:
-            kind = int if TrainerSettings.__annotations__[key].startswith("int") else str
+            kind = {"int": int, "float": float}.get(TrainerSettings.__annotations__[key].split(" ")[0], str)
             parser.add_argument(flag, type=kind, default=None, help=f"Stitch: {text}")

@@ -20,6 +20,7 @@ from ..manifest import Manifest
 from ..payload import Boot, Payload
 from ..ports import Files, FileSource, NotFound, Store, SystemClock, TrainerGroup
 from ..publisher import Publisher, PublishError
+from ..retry import Retry
 from ..state import TensorTable, state_digest
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
@@ -62,6 +63,7 @@ class GroupPublisher:
         self._files = files or PosixFiles()
         self._open = store or (lambda: open_store(settings.store))
         self._producer = dict(producer or {})
+        self._retry = Retry(attempts=None, deadline=settings.patience)
         self._loop = LoopThread("stitch-publish")
         self._store: Store = BoundedStore(self._open(), STORE_SECONDS)
         self._publisher: Publisher | None = None
@@ -142,6 +144,7 @@ class GroupPublisher:
         publisher = Publisher(
             self._store, self.settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=self._producer,
+            retry=self._retry, swap_deadline=self.settings.patience,
         )  # fmt: skip
         head = self._loop.run(publisher.claim(Boot(str(self.settings.boot), state_digest(self._boot))))
         if self.settings.channel is not None:
@@ -195,7 +198,7 @@ class GroupPublisher:
             file = receipt.file
             source = FileSource(self._files, directory / file.name, file.size)
             async with limit:
-                await upload(self._store, prefix + file.name, source, file.sha256)
+                await upload(self._store, prefix + file.name, source, file.sha256, policy=self._retry)
 
         async def all_of_them() -> None:
             await asyncio.gather(*(one(receipt) for receipt in receipts))

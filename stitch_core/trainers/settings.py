@@ -34,7 +34,8 @@ class TrainerSettings:
     at the run when it is claimed. A rollout request must be served by the head at its start or a version at
     most ``lag`` before it; a sample more than ``max_staleness`` behind is not trained on, where the framework
     has a buffer that asks. ``consumer`` names those requests at the gateway, ``eval_consumer`` those of
-    evaluation. ``keep_files`` leaves published directories where the framework wrote them.
+    evaluation. ``keep_files`` leaves published directories where the framework wrote them. ``patience``:
+    seconds for which a publish waits for a store that does not answer, before the trainer stops.
     ``inner_rollout`` and ``inner_generate`` are functions of the user's own (dotted names) that ours call
     instead of the framework's.
     """
@@ -49,6 +50,7 @@ class TrainerSettings:
     consumer: str = "rollout"
     eval_consumer: str = "eval"
     keep_files: bool = False
+    patience: float = 600.0
     inner_rollout: str | None = None
     inner_generate: str | None = None
 
@@ -116,6 +118,10 @@ def _problem(key: str, value: Any) -> str | None:
     if key in ("lag", "max_staleness"):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             return f"expected a number of versions from 0 on, got {value!r}"
+        return None
+    if key == "patience":
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            return f"expected seconds from 0 on, got {value!r}"
         return None
     if key == "keep_files":
         return None if isinstance(value, bool) else f"expected true or false, got {value!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,41 @@ def test_another_boot_checkpoint_is_refused_before_anybody_is_fenced(world: Worl
     with pytest.raises(RanksFailed, match="is not version 0 of run r"):
         world.publisher(Solo(), boot=other.boot).claim()
     assert first.publish(world.learn()) == 1
+
+
+def test_c18_a_store_that_is_away_is_waited_for_then_every_rank_stops(world: World) -> None:
+    (world.root / "real-store").mkdir()
+    store = world.root / "store"
+    store.symlink_to("real-store")
+
+    def away() -> None:
+        store.unlink()
+        store.symlink_to("store")  # a link to itself: nothing below it can be read
+
+    def back() -> None:
+        store.unlink()
+        store.symlink_to("real-store")
+
+    def train(group: ThreadGroup) -> list[str | int | None]:
+        publisher = world.publisher(group, patience=1.0)
+        publisher.claim()
+        delta = OwnDelta(publisher, FILES)
+        delta.publish(world.share(world.history[0], group.rank, 2))
+        done: list[str | int | None] = []
+        together(group, "test", lambda: (away(), threading.Timer(0.3, back).start()) if group.rank else None)
+        done.append(delta.publish(world.share(todo[0], group.rank, 2)))
+        together(group, "test", lambda: away() if group.rank else None)
+        try:
+            done.append(delta.publish(world.share(todo[1], group.rank, 2)))
+        except RanksFailed as error:
+            done.append(str(error).split(":")[0])
+        return done
+
+    todo = [world.learn(), world.learn()]
+    done = same(on_ranks(2, train))
+    assert done == [1, "publishing weight_v000002 of run r failed on 1 of 2 ranks; rank 0"], done
+    back()
+    assert [m.number for m in versions(world)] == [0, 1]
 
 
 # ------------------------------------------------------------------------------------ stock directories

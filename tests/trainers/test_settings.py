@@ -36,6 +36,7 @@ def test_what_is_not_set_has_a_default() -> None:
         ({"stitch_lag": -1}, "stitch_lag: expected a number of versions from 0 on, got -1"),
         ({"stitch_lag": "2"}, "got '2'"),
         ({"stitch_lag": True}, "got True"),
+        ({"stitch_patience": -1}, "stitch_patience: expected seconds from 0 on, got -1"),
         ({"stitch_keep_files": "yes"}, "stitch_keep_files: expected true or false, got 'yes'"),
         ({"hf_checkpoint": None}, "stitch_boot is missing"),
         ({"stitch_xyzzy": 1}, "stitch_xyzzy is not a setting: known are stitch_run, "),
