@@ -70,6 +70,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
     import framework
 
     framework.install()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron insists on it with several ranks
     sys.argv = ["train_async.py", *flags(root, port, rollouts), *extra]
     import ray
 
@@ -80,7 +81,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
             "env_vars": {
                 "PYTHONPATH": os.pathsep.join(paths), "STITCH_CPU_TRAINER": "1", "HF_HUB_OFFLINE": "1",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-                "SLIME_ACCELERATOR": "cputest",
+                "SLIME_ACCELERATOR": "cputest", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             }
         },
     )  # fmt: skip

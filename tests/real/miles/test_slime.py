@@ -24,9 +24,9 @@ if not CHECKOUT:
     pytest.skip("platform: no checkout of slime, set STITCH_SLIME to one", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("slime"))
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
     try:
         yield world
     finally:
@@ -37,9 +37,9 @@ def chain(world: World) -> list[Manifest]:
     return asyncio.run(chain_of(LocalStore(world.root / "store"), "math"))
 
 
-def train(world: World, port: str, rollouts: int) -> None:
+def train(world: World, port: str, rollouts: int, *flags: str) -> None:
     driver = Path(__file__).with_name("slime_driver.py")
-    child = world.start("trainer", str(driver), str(world.root), port, str(rollouts), CHECKOUT)
+    child = world.start("trainer", str(driver), str(world.root), port, str(rollouts), CHECKOUT, *flags)
     assert child.wait() == 0, child.text()[-6000:]
 
 
@@ -62,3 +62,12 @@ def test_slime_publishes_rolls_out_and_resumes(world: World) -> None:
     assert [(m.number, m.step) for m in versions[3:]] == [(3, None), (4, 2), (5, 3)]
     assert versions[3].state == versions[2].state
     assert {m.epoch for m in versions[3:]} == {2}
+
+
+def test_two_ranks_publish_what_one_of_them_wrote(world: World) -> None:
+    port = world.gateway(trainer_gpus=2).url().rpartition(":")[2]
+    world.replica("a")
+    train(world, port, 2, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    versions = chain(world)
+    assert [(m.number, m.step) for m in versions] == [(0, None), (1, 0), (2, 1)]
+    assert all(m.representation.changed for m in versions[1:])
