@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -501,7 +502,8 @@ def test_command_serves(checkpoints: Path) -> None:
         "--max-len",
         "40",
     ]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         port = json.loads(process.stdout.readline())["port"]
         data = json.dumps(body()).encode()

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]
 
 
+def _heed_interrupts() -> None:
+    """A shell's background jobs ignore SIGINT, and their children would too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Demo:
     """One run of it."""
 
@@ -26,8 +31,9 @@ class Demo:
         command = [sys.executable, "-m", "recipes.local.demo", "--plain", "--out", str(out), *options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                preexec_fn=_heed_interrupts,
+            )  # fmt: skip
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8")
