@@ -14,7 +14,7 @@ from ..head import Channel, channel_key
 from ..ports import NotFound, Store, SystemClock
 from ..publisher import Boot, Publisher
 from ..versions import check_run_id
-from .common import Commands, add_base, add_command, add_run, add_store, emit, opened_store
+from .common import Commands, add_base, add_command, add_run, add_store, check_name, emit, opened_store
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,7 +45,7 @@ def new_publisher(store: Store, run_id: str, command: str) -> Publisher:
 async def run(options: argparse.Namespace) -> int:
     check_run_id(options.run_id)
     if options.channel is not None:
-        channel_key(options.channel)  # before anybody is fenced
+        check_name("--channel", options.channel)  # before anybody is fenced
     state = await asyncio.to_thread(lambda: Checkpoint.open(options.base, PosixFiles()).state())
     async with opened_store(options.store) as store:
         publisher = new_publisher(store, options.run_id, "claim")

@@ -18,6 +18,7 @@ from typing import Any
 from ..ports import Store
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
+from ..versions import VersionError, check_run_id
 
 STORE_SECONDS = 60.0
 
@@ -66,6 +67,14 @@ def positive(text: str) -> int:
     """A whole number from 1 on, as an option."""
     value = int(text)
     if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 0 on, no larger than a manifest holds, as an option."""
+    value = int(text)
+    if not 0 <= value < 2**63:
         raise ValueError(text)
     return value
 
@@ -149,6 +158,14 @@ def age_text(wall: float) -> str:
         if seconds < limit:
             return f"{seconds / divisor:.0f} {unit} ago"
     return f"{seconds / 86400:.0f} d ago"
+
+
+def check_name(option: str, value: str) -> str:
+    """``value`` if it is spelt like a run id. Raises UsageError, which names the option."""
+    try:
+        return check_run_id(value)
+    except VersionError as error:
+        raise UsageError(str(error).replace("run id", option, 1)) from None
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -22,6 +22,7 @@ from ..publisher import Boot, Payload, Publisher
 from ..replica.staging import Stager
 from ..safetensors import Tensor
 from ..state import TensorTable, layout_difference, state_digest
+from ..stores.keys import is_key
 from ..versions import check_run_id
 from .claim import new_publisher
 from .common import (
@@ -32,6 +33,7 @@ from .common import (
     add_command,
     add_run,
     add_store,
+    count,
     emit,
     opened_store,
     say,
@@ -54,7 +56,7 @@ def add_parser(commands: Commands) -> None:
     add_run(parser)
     add_base(parser)
     parser.add_argument("--as-delta", action="store_true", help="encode a full checkpoint against the head")
-    parser.add_argument("--step", type=int, metavar="N", help="the trainer's step, kept in the manifest")
+    parser.add_argument("--step", type=count, metavar="N", help="the trainer's step, kept in the manifest")
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
     )
@@ -72,6 +74,12 @@ async def run(options: argparse.Namespace) -> int:
     boot = await asyncio.to_thread(lambda: Checkpoint.open(base, files).table())
     # What is wrong with DIR is found before the writer of the run is fenced.
     payload = None
+    for name in () if options.as_delta else _names(directory):
+        if not is_key(name):
+            raise UsageError(
+                f"{directory}: no store can hold a file of the name {name!r}: take it away, or rename it to "
+                "A-Z a-z 0-9 . _ - ~"
+            )
     if is_delta:
         await asyncio.to_thread(DeltaDirectory.open, directory, files)
     else:

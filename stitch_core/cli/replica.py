@@ -10,9 +10,10 @@ import shutil
 import socket
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ..files import PosixFiles
-from ..head import DEFAULT_CHANNEL, channel_key
+from ..head import DEFAULT_CHANNEL
 from ..host_checkpoint import HostCheckpoint
 from ..ports import SystemClock
 from ..replica.activation import ActivationSettings
@@ -27,10 +28,12 @@ from ..threads import Threads
 from ..versions import check_run_id
 from .common import (
     Commands,
+    UsageError,
     absolute_path,
     add_base,
     add_command,
     add_store,
+    check_name,
     emit,
     interval,
     key_values,
@@ -98,8 +101,10 @@ def add_parser(commands: Commands) -> None:
 
 async def run(options: argparse.Namespace) -> int:
     replica_id = f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}" if options.id is None else options.id
-    check_run_id(replica_id)
+    check_name("--id", replica_id)
     follow = _follow(options)
+    _check_address(options.address)
+    _check_host_dir(options.host_dir)
     stop = stop_on_signals()
     temporary = None
     listener = listen(options.host, options.port)
@@ -131,8 +136,28 @@ def _follow(options: argparse.Namespace) -> Follow:
     if options.run_id is not None:
         return Follow(run=check_run_id(options.run_id))
     channel = DEFAULT_CHANNEL if options.channel is None else options.channel
-    channel_key(channel)
-    return Follow(channel=channel)
+    return Follow(channel=check_name("--channel", channel))
+
+
+def _check_address(address: str | None) -> None:
+    """Gateways pass over what is no URL, without a word here."""
+    if address is None:
+        return
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port, such as 99999
+        good = False
+    if not good or not address.isascii():
+        raise UsageError(f"--address {address!r} is not a URL such as http://10.0.0.7:30100")
+
+
+def _check_host_dir(directory: Path | None) -> None:
+    try:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--host-dir {directory} cannot be a directory: {error.strerror}") from None
 
 
 def _url(options: argparse.Namespace, listener: socket.socket) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..chain import ChainReader, NoHead
 from ..ports import Store, StoreError
-from .common import Commands, UsageError, add_command, add_store, age_text, emit, opened_store, table
+from ..versions import check_run_id
+from .common import Commands, UsageError, add_command, add_store, age_text, emit, opened_store, say, table
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,6 +24,8 @@ def add_parser(commands: Commands) -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
+    if options.run_id is not None:
+        check_run_id(options.run_id)
     async with opened_store(options.store) as store:
         keys = [entry.key for entry in await store.list("runs/")]
         runs = sorted({key.split("/")[1] for key in keys if key.count("/") >= 2})
@@ -35,6 +38,8 @@ async def run(options: argparse.Namespace) -> int:
             "channels": [await _channel(store, e.key.split("/")[1]) for e in await store.list("channels/")],
             "replicas": [await _replica(store, entry.key) for entry in await store.list("replicas/")],
         }
+    if not any(result.values()):
+        say(f"nothing is in {options.store} yet; 'stitch claim' creates a run")
     emit(result, options.json, lambda: _text(result))
     failed = any("error" in item for items in result.values() for item in items)
     return 1 if failed else 0

@@ -26,7 +26,11 @@ def status(shell: Shell, *more: object) -> Any:
 
 def test_an_empty_store(shell: Shell) -> None:
     assert status(shell) == {"runs": [], "channels": [], "replicas": []}
-    assert shell("status", "--store", shell.store).out.startswith("run")
+    said = shell("status", "--store", shell.store)
+    assert said.out.startswith("run")
+    assert said.err == f"nothing is in {shell.store} yet; 'stitch claim' creates a run\n", "or a mistyped URL"
+    said = shell("status", "--store", shell.store, "--run", "../x")
+    assert "run id '../x' is not valid" in said.complaint
     said = shell("status", "--store", shell.store, "--run", "r")
     assert said.complaint == f"stitch status: there is no run r in {shell.store}"
 

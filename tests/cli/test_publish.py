@@ -6,6 +6,7 @@ import json
 import shutil
 
 import numpy as np
+import pytest
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.dialects import INDEX_NAME
@@ -42,7 +43,7 @@ def test_claims_that_are_refused(shell: Shell) -> None:
     nothing = shell.root / "nothing"
     assert shell.claim(base=nothing).complaint == f"stitch claim: {nothing}: no such directory"
     assert "run id 'no/run' is not valid" in shell.claim(run="no/run").complaint
-    assert "run id 'no channel' is not valid" in shell.claim("--channel", "no channel").complaint
+    assert "--channel 'no channel' is not valid" in shell.claim("--channel", "no channel").complaint
     assert shell.head() == (0, 1), "the run was claimed once only"
     bad_store = shell("claim", "--store", "/data", "--run", "r", "--base", shell.base)
     assert "'/data' is not a store URL: a directory is written file:/path" in bad_store.complaint
@@ -107,11 +108,25 @@ def test_what_is_wrong_with_the_directory_fences_nobody(shell: Shell) -> None:
     empty = shell.root / "empty"
     empty.mkdir()
     assert shell.publish(empty).complaint == f"stitch publish: {empty}: no *.safetensors file"
+    odd = shell.learn("odd")
+    (odd / "two words.txt").write_text("x")
+    assert "no store can hold a file of the name 'two words.txt'" in shell.publish(odd).complaint
     for how in ((), ("--as-delta",)):
         other = shell.root / f"other{len(how)}"
         write_checkpoint(other, FILES, {k: t for k, t in shell.tensors.items() if k != "b"})
         said = shell.publish(other, *how).complaint
         assert said == f"stitch publish: {other} does not have the layout of version 0: tensor b is missing"
+    assert shell.head() == (0, 1)
+
+
+@pytest.mark.parametrize("step", ["-1", "1.5", str(2**63)])
+def test_a_step_that_is_none_fences_nobody(
+    shell: Shell, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.claim()
+    with pytest.raises(SystemExit):
+        shell.publish(shell.learn("one"), f"--step={step}")
+    assert f"argument --step: invalid count value: '{step}'" in capsys.readouterr().err
     assert shell.head() == (0, 1)
 
 

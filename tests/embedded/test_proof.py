@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -320,6 +321,26 @@ def test_the_command(run: Path, lines: Lines, capsys: pytest.CaptureFixture[str]
     report = json.loads(capsys.readouterr().out)
     assert not report["ok"]
     assert report["problems"][0] == "1 of 6 trajectories are not proven"
+
+
+@pytest.mark.parametrize("processes", ["0", "-1", "x"])
+def test_processes_that_are_none(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prove", str(tmp_path), f"--processes={processes}"])
+    assert "argument --processes: invalid positive value" in capsys.readouterr().err
+
+
+def test_no_more_processes_than_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [])
+    asked: list[int] = []
+
+    def stop(directory: Path, *, processes: int, progress: Any) -> ProofReport:
+        asked.append(processes)
+        raise ProofError("enough")
+
+    monkeypatch.setattr("stitch_embedded.proof.prove", stop)
+    assert main(["prove", str(tmp_path), "--processes=100000"]) == 2
+    assert asked == [os.cpu_count()]
 
 
 def test_the_command_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

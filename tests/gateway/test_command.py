@@ -37,6 +37,17 @@ def test_a_lag_is_a_number(lag: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "--lag" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--port", "65536"), ("--port", "-1"), ("--hold", "-1"), ("--hold", "nan"), ("--hold", "inf"),
+     ("--poll", "0"), ("--poll", "-1"), ("--poll", "nan")],
+)  # fmt: skip
+def test_numbers_that_mean_nothing(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gateway", "--store", "file:/nowhere", f"{option}={value}"])
+    assert f"argument {option}: invalid" in capsys.readouterr().err
+
+
 async def test_a_facade_over_a_store(tmp_path: Path) -> None:
     store = open_store(f"file:{tmp_path}")
     head = Head(3, 1, manifest_key(3, 1), "sha256:" + "0" * 64, "writer")

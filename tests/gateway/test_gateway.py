@@ -74,6 +74,16 @@ async def test_unreadable_bodies(fleet: Fleet) -> None:
             assert (await answer.json())["error"]["retryable"] is False
 
 
+async def test_a_body_that_does_not_decode(fleet: Fleet) -> None:
+    fleet.add()
+    await fleet.start()
+    headers = {"content-encoding": "gzip"}
+    for path in ("/generate", "/abort_request"):
+        async with fleet.session.post(fleet.url + path, data=b"no gzip", headers=headers) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["type"] == "InvalidRequest"
+
+
 async def test_load_is_spread(fleet: Fleet) -> None:
     servers = [fleet.add() for _ in range(3)]
     for server in servers:

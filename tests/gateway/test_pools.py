@@ -30,7 +30,7 @@ async def test_static() -> None:
     await pool.close()
 
 
-@pytest.mark.parametrize("urls", [[], ["a:1"], ["http://"], ["ftp://a"]])
+@pytest.mark.parametrize("urls", [[], ["a:1"], ["http://"], ["http://:1"], ["http://a:99999"], ["ftp://a"]])
 def test_static_refuses_what_is_no_url(urls: list[str]) -> None:
     with pytest.raises(ValueError, match="replica"):
         StaticPool(urls)

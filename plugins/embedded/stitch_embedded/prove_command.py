@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
-from stitch_core.cli.common import Commands, UsageError, absolute_path, add_command, emit, say
+from stitch_core.cli.common import Commands, UsageError, absolute_path, add_command, emit, positive, say
 
 
 def add_parser(commands: Commands) -> None:
@@ -20,7 +21,10 @@ def add_parser(commands: Commands) -> None:
         "runs of the embedded engine, whose arithmetic can be replayed exactly.",
     )  # fmt: skip
     parser.add_argument("directory", type=absolute_path, metavar="RUN")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes to compute in (2)")
+    parser.add_argument(
+        "--processes", type=positive, default=2, metavar="N",
+        help="processes to compute in, at most one for each CPU (2)",
+    )  # fmt: skip
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -32,7 +36,8 @@ async def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise UsageError(f"a proof needs {error.name}: install 'stitch-rl[embedded]'") from error
 
-    report = await asyncio.to_thread(prove, directory, processes=options.processes, progress=say)
+    processes = min(options.processes, os.cpu_count() or 1)
+    report = await asyncio.to_thread(prove, directory, processes=processes, progress=say)
     emit(report.to_json(), options.json, lambda: describe(report.to_json()))
     return 0 if not report.problems() else 1
 

@@ -216,6 +216,13 @@ async def _envelope(
         refusal = error.refusal
     except web.HTTPRequestEntityTooLarge:
         refusal = Refusal(413, "PayloadTooLarge", "the request body is too large", "never")
+    except web.RequestPayloadError:  # aiohttp's, while it reads: broken gzip, broken chunks
+        refusal = Refusal(
+            400, "InvalidRequest", "the request body does not decode as its headers say", "never"
+        )
+        answer = web.json_response(refusal.body(), status=400)
+        answer.force_close()  # where the next request begins on this connection cannot be told
+        return answer
     except web.HTTPMethodNotAllowed as error:
         refusal = Refusal(405, "MethodNotAllowed", f"{request.path} does not take {request.method}", "never")
         return web.json_response(refusal.body(), status=405, headers={"allow": error.headers["allow"]})

@@ -14,6 +14,8 @@ from stitch_core.cli.common import (
     interval,
     key_values,
     opened_store,
+    port,
+    seconds,
     stop_on_signals,
 )
 from stitch_core.ports import Pool, Store, SystemClock
@@ -35,12 +37,12 @@ def add_parser(commands: Commands) -> None:
     pool.add_argument("--replica", action="append", metavar="URL", help="a replica's address; repeatable")
     parser.add_argument("--run", metavar="ID", dest="run_id", help="the run of requests that name none")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=30000, help="port; 0 takes a free one (30000)")
+    parser.add_argument("--port", type=port, default=30000, help="port; 0 takes a free one (30000)")
     parser.add_argument(
-        "--hold", type=float, default=50.0, metavar="S",
+        "--hold", type=seconds, default=50.0, metavar="S",
         help="seconds that a request waits for its version (50: below the idle limit of load balancers)",
     )  # fmt: skip
-    parser.add_argument("--poll", type=float, default=0.25, metavar="S", help="between looks at replicas")
+    parser.add_argument("--poll", type=interval, default=0.25, metavar="S", help="between looks at replicas")
     parser.add_argument(
         "--consumer",
         default="rollout",

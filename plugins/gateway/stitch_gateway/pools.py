@@ -21,7 +21,7 @@ class StaticPool:
     def __init__(self, urls: Sequence[str]) -> None:
         """Raises ValueError for what is not an http URL."""
         for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+            if not _is_address(url):
                 raise ValueError(f"{url!r} is not the URL of a replica, such as http://10.0.0.7:30100")
         if not urls:
             raise ValueError("no replicas were named")
@@ -32,6 +32,14 @@ class StaticPool:
 
     async def close(self) -> None:
         return
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port, such as 99999
+        return False
 
 
 class StorePool:
