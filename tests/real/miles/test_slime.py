@@ -38,7 +38,7 @@ def chain(world: World) -> list[Manifest]:
 
 
 def train(world: World, port: str, rollouts: int, *flags: str) -> None:
-    driver = Path(__file__).with_name("slime_driver.py")
+    driver = Path(__file__).with_name("checkout_driver.py")
     child = world.start("trainer", str(driver), str(world.root), port, str(rollouts), CHECKOUT, *flags)
     assert child.wait() == 0, child.text()[-6000:]
 

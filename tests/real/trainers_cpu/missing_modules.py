@@ -51,6 +51,8 @@ def install():
             _add(name + part)
     for part in ("", ".transforms.v2", ".transforms", ".transforms.functional", ".transforms.v2.functional"):
         _add("torchvision" + part).InterpolationMode = Interpolation
+    # Miles' main branch names it; the SGLang that the wheel of miles-rl brings is older.
+    sys.modules["sglang.srt.entrypoints.openai.encoding_dsv4"] = StandIn("encoding_dsv4")
     sys.modules["torchvision"].__version__ = "0.28.0"
     sys.modules["torchvision.io"].ImageReadMode = ImageReadMode
 

@@ -1,10 +1,11 @@
-"""The stock ``train_async.py`` of a slime checkout, with what Stitch adds to its flags.
+"""The stock ``train_async.py`` of a slime checkout or ``train.py`` of a Miles one, with what Stitch adds.
 
-Run in the environment of miles-rl: ``slime_driver.py ROOT PORT ROLLOUTS CHECKOUT [flags for slime]``.
+Run in the environment of miles-rl: ``checkout_driver.py ROOT PORT ROLLOUTS CHECKOUT [flags]``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -14,8 +15,21 @@ REPO = HERE.parents[2]
 CPU = HERE.parent / "trainers_cpu"
 RECIPE = REPO / "recipes" / "miles"
 
+STITCH = {
+    "slime": [
+        "--update-weight-mode", "delta", "--update-weight-transport", "disk",
+        "--rollout-function-path", "stitch_slime.rollout.generate_rollout",
+        "--rollout-sample-hook-path", "stitch_slime.rollout.record_version",
+    ],
+    "miles": [
+        "--rollout-external", "--update-weight-transfer-mode", "disk-delta",
+        "--rollout-function-path", "stitch_miles.rollout.StitchRolloutFn",
+        "--custom-generate-function-path", "stitch_miles.rollout.generate",
+    ],
+}  # fmt: skip
 
-def flags(root: Path, port: int, rollouts: int) -> list[str]:
+
+def flags(root: Path, port: int, rollouts: int, framework: str) -> list[str]:
     from policy import LAYOUT
 
     boot, out = str(root / "boot"), str(root / "ckpt")
@@ -41,18 +55,18 @@ def flags(root: Path, port: int, rollouts: int) -> list[str]:
         "--attention-backend", "unfused", "--hidden-dropout", "0", "--attention-dropout", "0",
         "--no-offload-train", "--no-offload-rollout",
         # What Stitch adds.
+        *STITCH[framework],
         "--rollout-external-engine-addrs", f"127.0.0.1:{port}",
         "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(port),
-        "--update-weight-mode", "delta", "--update-weight-transport", "disk",
         "--update-weight-disk-dir", str(root / "updates"),
         "--update-weight-local-checkpoint-dir", str(root / "unused"),
-        "--custom-update-weight-post-write-path", "stitch_slime.hooks.post_write",
-        "--custom-megatron-init-path", "stitch_slime.hooks.megatron_init",
-        "--custom-megatron-before-train-step-hook-path", "stitch_slime.hooks.before_train_step",
-        "--rollout-function-path", "stitch_slime.rollout.generate_rollout",
-        "--rollout-sample-hook-path", "stitch_slime.rollout.record_version",
-        "--data-source-path", "stitch_slime.data.StitchDataSource",
+        "--custom-update-weight-post-write-path", f"stitch_{framework}.hooks.post_write",
+        "--custom-megatron-init-path", f"stitch_{framework}.hooks.megatron_init",
+        "--custom-megatron-before-train-step-hook-path", f"stitch_{framework}.hooks.before_train_step",
+        "--data-source-path", f"stitch_{framework}.data.StitchDataSource",
         "--custom-config-path", str(root / "stitch.yaml"),
+        # Miles loads a Hugging Face checkpoint in bridge mode only, which always starts at rollout 0.
+        *(["--megatron-to-hf-mode", "raw" if resumes else "bridge"] if framework == "miles" else []),
     ]  # fmt: skip
 
 
@@ -60,6 +74,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
     plugins = (REPO / "plugins" / name for name in ("miles", "slime", "gateway"))
     paths = [str(path) for path in (checkout, REPO, *plugins, RECIPE, CPU)]
     sys.path[:0] = paths
+    framework_name = "slime" if (checkout / "slime").is_dir() else "miles"
     os.environ["SLIME_ACCELERATOR"] = "cputest"
     import missing_modules
 
@@ -71,7 +86,7 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
 
     framework.install()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron insists on it with several ranks
-    sys.argv = ["train_async.py", *flags(root, port, rollouts), *extra]
+    sys.argv = ["train.py", *flags(root, port, rollouts, framework_name), *extra]
     import ray
 
     ray.init(
@@ -85,10 +100,21 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
             }
         },
     )  # fmt: skip
-    import train_async
-    from slime.utils.arguments import parse_args
+    if framework_name == "slime":
+        import train_async
+        from slime.utils.arguments import parse_args
 
-    train_async.train(parse_args())
+        train_async.train(parse_args())
+    else:
+        import miles.ray.placement_group as placement
+        import train
+        from miles.utils.arguments import parse_args
+
+        # This revision places no bundle for external engines, and then looks for it.
+        placement._get_placement_group_layout = lambda args: (
+            args.actor_num_gpus_per_node + 1, args.actor_num_gpus_per_node
+        )  # fmt: skip
+        asyncio.run(train.train(parse_args()))
     print("finished", flush=True)
     ray.shutdown()
 

@@ -1,0 +1,62 @@
+"""The stock ``train.py`` of Miles, from a checkout that STITCH_MILES names: its delta writer and its loop.
+
+Promises 1 to 3, C06 and C27: rank 0's extra call of the hook is in the way of every start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.miles.processes import World
+from stitch_core.manifest import Manifest
+from stitch_core.stores.local import LocalStore
+from tests.small_run import chain_of
+
+pytestmark = pytest.mark.real
+CHECKOUT = os.environ.get("STITCH_MILES", "")
+if not CHECKOUT:
+    pytest.skip("platform: no checkout of Miles, set STITCH_MILES to one", allow_module_level=True)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def chain(world: World) -> list[Manifest]:
+    return asyncio.run(chain_of(LocalStore(world.root / "store"), "math"))
+
+
+def train(world: World, port: str, rollouts: int, *flags: str) -> None:
+    driver = Path(__file__).with_name("checkout_driver.py")
+    child = world.start("trainer", str(driver), str(world.root), port, str(rollouts), CHECKOUT, *flags)
+    assert child.wait() == 0, child.text()[-6000:]
+
+
+def test_miles_publishes_rolls_out_and_resumes(world: World) -> None:
+    port = world.gateway().url().rpartition(":")[2]
+    world.replica("a")
+    train(world, port, 2)
+    versions = chain(world)
+    assert [(m.number, m.step, m.epoch) for m in versions] == [(0, None, 1), (1, 0, 1), (2, 1, 1)]
+    assert all(m.representation.changed for m in versions[1:])
+    for rollout_id in range(2):
+        for sample in torch.load(world.root / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
+            (report,) = sample["metadata"]["stitch"]
+            assert report["start"] == rollout_id
+    # A resumed Miles has weights that nobody serves: its own become the next version, then it goes on.
+    train(world, port, 4)
+    versions = chain(world)
+    assert [(m.number, m.step) for m in versions[3:]] == [(3, None), (4, 2), (5, 3)]
+    assert versions[3].state == versions[2].state
+    assert {m.epoch for m in versions[3:]} == {2}
