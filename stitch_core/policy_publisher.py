@@ -7,9 +7,11 @@ claim. Between them go jobs, at most one running and one waiting, and futures.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import random
 import secrets
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -80,6 +82,7 @@ class PolicyPublisher:
             self._end_thread()
             raise
         self._published = self._encoded = self._publisher.head.number
+        atexit.register(self._warn)
 
     @classmethod
     def start(
@@ -92,6 +95,13 @@ class PolicyPublisher:
         run's version 0, or the run has gone on from it), CheckpointError, StoreError, FormatError.
         """
         return cls(lambda: open_store(store), run, boot, work, producer=producer or {})
+
+    def __enter__(self) -> PolicyPublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is outstanding, and raise what failed."""
+        self.close()
 
     @property
     def head(self) -> int:
@@ -171,7 +181,17 @@ class PolicyPublisher:
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
+    def _warn(self) -> None:
+        lost = sum(not future.done() for future in self._pending)
+        if lost:
+            print(
+                f"stitch: the process ends with {lost} versions of run {self._publisher.run} not published: "
+                "close the publisher, or use it in a with statement",
+                file=sys.stderr,
+            )
+
     def _end_thread(self) -> None:
+        atexit.unregister(self._warn)
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

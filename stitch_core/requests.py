@@ -16,6 +16,14 @@ class Refused(Exception):
         self.refusal = refusal
 
 
+def check_text(text: str, what: str) -> None:
+    """Refused (400) for a text that UTF-8 cannot carry: JSON may spell half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(malformed(f"{what} holds half of a surrogate pair, which is no text")) from None
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body; Refused (400) if there is none."""
     try:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..requests import Refused, json_object
+from ..requests import Refused, check_text, json_object
 from ..versions import (
     HEADER_CONSUMER,
     HEADER_EXACT,
@@ -276,6 +276,8 @@ def _take_ids(body: dict[str, Any], scope: str) -> dict[str, str]:
     ids = given if isinstance(given, list) else [given]
     if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
         raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
+    for own in ids:
+        check_text(own, "rid")
     named = {f"{scope}{own}{ID_END}": own for own in ids}
     body["rid"] = list(named) if isinstance(given, list) else next(iter(named))
     return named

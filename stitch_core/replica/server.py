@@ -22,9 +22,12 @@ class ServerEnded(OSError):
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 takes a free one. Raises PortInUse, OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise OSError(f"{host} is not an address of this machine: {error.strerror}") from None
     # uvicorn sets TCP_NODELAY only on connections of a listener whose protocol is named.
     listener = socket.socket(family, kind, protocol)
     try:
@@ -46,7 +49,7 @@ async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace:
     """
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", ws="none")
     config.timeout_graceful_shutdown = max(1, round(grace))
     server = uvicorn.Server(config)
 

@@ -15,7 +15,7 @@ class BadUrl(StoreError, ValueError):
 
 
 def open_store(url: str) -> Store:
-    """The store that a URL names, such as ``file:/dir`` or ``s3://bucket/prefix``. No I/O yet.
+    """The store that a URL names, such as ``file:/dir``. No I/O yet.
 
     Raises BadUrl, which names the known schemes or the extra to install.
     """

@@ -64,7 +64,7 @@ def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
         (HostCheckpointError("in use"), 2),
         (CannotFollow("later"), 2),
         (EngineError("no engine"), 2),
-        (PermissionError(13, "Permission denied", "/root/x"), 2),
+        (PermissionError(13, "Permission denied", "/data/x"), 2),
         (ValueError(), 2),
         (ReplicaFailed("weights unknown"), 1),
     ],

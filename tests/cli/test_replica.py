@@ -209,7 +209,10 @@ def test_a_port_in_use(shell: Shell) -> None:
         (("--engine", "vllm"), "there is no engine 'vllm' here (known: bytes, embedded"),
         (("--engine-opt", "x"), "--engine-opt x: expected KEY=VALUE"),
         (("--engine-opt", "fail=yes"), "option fail: yes"),
-        (("--host", "no-such-host.invalid"), "stitch replica: [Errno"),
+        (
+            ("--host", "no-such-host.invalid"),
+            "stitch replica: no-such-host.invalid is not an address of this machine",
+        ),
         (("--base", "/nowhere/base"), "/nowhere/base: no such directory"),
     ],
 )

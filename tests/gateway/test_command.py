@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -55,7 +56,8 @@ async def test_a_facade_over_a_store(tmp_path: Path) -> None:
     await store.close()
     command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--store", f"file:{tmp_path}"]
     options = ["--run", "r", "--port", "0", "--facade", "--engine", "tp_size=4", "--engine", "dtype=bfloat16"]
-    process = await asyncio.create_subprocess_exec(*command, *options, stdout=PIPE)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = await asyncio.create_subprocess_exec(*command, *options, stdout=PIPE, env=paths)
     try:
         assert process.stdout is not None
         url = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))["url"]

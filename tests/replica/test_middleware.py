@@ -675,3 +675,9 @@ async def test_C12_cache_key_separates_versions_and_runs() -> None:
     replica.engine.body = generated(span(8, 0, 1))
     await generate(replica, {"text": ["a", "b"], "extra_key": ["u", "v"]})
     assert replica.engine.seen["extra_key"] == [f"{label(8)};u", f"{label(8)};v"]
+
+
+async def test_an_id_that_is_no_text_is_refused(replica: Replica) -> None:
+    call = await generate(replica, {"rid": "\ud800"})
+    assert call.status == 400
+    assert "surrogate" in call.json()["error"]["message"]
