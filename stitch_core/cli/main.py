@@ -40,8 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="The versioned control plane for disaggregated reinforcement learning: a trainer "
         "publishes policy versions to a store, replicas follow it, and every response says which version "
         "made it.",
-        epilog="Stores are URLs, such as file:/dir. "
-        "'stitch COMMAND --help' explains a command.",
+        epilog="Stores are URLs, such as file:/dir. 'stitch COMMAND --help' explains a command.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
