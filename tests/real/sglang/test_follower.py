@@ -7,7 +7,9 @@ import gzip
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,28 @@ async def test_a_host_directory_that_cannot_be_written_is_said_and_survived(worl
     status = await world.status_until(lambda status: status["problem"] is not None)
     assert (status["ready"], status["applied"]) == (True, served)
     (world.host / "fetch").unlink()
+    await world.serves(number)
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system with room for nothing at ``path``, for as long as it lasts."""
+    path.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", path]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("platform: no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+async def test_a_full_disk_is_said_and_survived(world: World) -> None:
+    served = len(world.seeds) - 1
+    with small_disk(world.host / "fetch"):
+        number = world.publish(9)
+        status = await world.status_until(lambda s: s["problem"] and "No space" in s["problem"]["message"])
+        assert (status["ready"], status["applied"]) == (True, served)
     await world.serves(number)
 
 
