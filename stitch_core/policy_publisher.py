@@ -14,11 +14,11 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .checkpoint import Checkpoint
 from .delta.encoder import DeltaEncoder, EncodedDelta
@@ -30,8 +30,8 @@ from .safetensors import Tensor
 from .scratch import own_directory
 from .stores import open_store
 from .stores.bounded import BoundedStore
+from .threads import LoopThread
 
-T = TypeVar("T")
 OUTSTANDING = 2
 
 
@@ -73,11 +73,9 @@ class PolicyPublisher:
         self._store: Store | None = None
         self._held = contextlib.ExitStack()
         self._work = self._held.enter_context(own_directory(work, self._files))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="stitch-publish", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("stitch-publish")
         try:
-            self._publisher = self._run(self._claim(open_store, run, str(boot), producer))
+            self._publisher = self._loop.run(self._claim(open_store, run, str(boot), producer))
         except BaseException:
             self._end_thread()
             raise
@@ -117,12 +115,12 @@ class PolicyPublisher:
         waits, TimeoutError after ``timeout`` seconds. The future raises PublishError. Raises DeltaError
         when the layout differs, and PublishError when the claim is lost.
         """
-        if self._loop.is_closed():
+        if self._loop.closed:
             raise PublishError("this publisher is closed")
         if len(self._pending) >= OUTSTANDING and not wait([self._pending[0]], timeout).done:
             raise TimeoutError(f"a publish is not done after {timeout:g} s: the store is too slow, or away")
         self._settle()
-        number = self._run(self._reserve())
+        number = self._loop.run(self._reserve())
         directory = self._work / f"delta-{number:06d}"
         try:
             self._files.remove_tree(directory)
@@ -134,7 +132,7 @@ class PolicyPublisher:
             raise
         future: Future[Published] = Future()
         future.set_running_or_notify_cancel()  # a version that is half published cannot be called back
-        asyncio.run_coroutine_threadsafe(self._finish(future, delta, directory, number, step), self._loop)
+        self._loop.start(self._finish(future, delta, directory, number, step))
         self._pending.append(future)
         self._encoded = number
         return future
@@ -157,7 +155,7 @@ class PolicyPublisher:
 
         Raises as ``flush`` does. Closing twice is fine.
         """
-        if self._loop.is_closed():
+        if self._loop.closed:
             return
         try:
             self.flush(timeout)
@@ -178,9 +176,6 @@ class PolicyPublisher:
             self._encoded = self._published
             self._broken.clear()
 
-    def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
     def _warn(self) -> None:
         lost = sum(not future.done() for future in self._pending)
         if lost:
@@ -192,9 +187,7 @@ class PolicyPublisher:
 
     def _end_thread(self) -> None:
         atexit.unregister(self._warn)
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.run(self._end())
         self._loop.close()
         self._held.close()
 
@@ -255,4 +248,3 @@ class PolicyPublisher:
         await asyncio.gather(*running, return_exceptions=True)
         if self._store is not None:
             await self._store.close()
-        await self._loop.shutdown_default_executor()

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -39,9 +39,17 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin a call and return at once."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
     def run(self, call: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """The call's result. TimeoutError after ``timeout`` seconds, and then it is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        future = self.start(call)
         try:
             return future.result(timeout)
         except FutureTimeout:
@@ -51,7 +59,7 @@ class LoopThread:
 
     def close(self) -> None:
         """End the thread; nothing may be running."""
-        if self._loop.is_closed():
+        if self.closed:
             return
         self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -10,6 +10,8 @@ import sys
 
 import uvicorn
 
+from stitch_core.replica.server import listen
+
 from .config import ConfigError
 from .engine import EmbeddedEngine, Options
 from .selfcheck import SelfCheckError
@@ -25,23 +27,6 @@ class _AnnouncingServer(uvicorn.Server):
         await super().startup(sockets)
         if sockets and self.started:
             print(json.dumps({"port": sockets[0].getsockname()[1]}), flush=True)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. OSError if the address is taken."""
-    family, kind, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # With the protocol named, or asyncio would leave TCP_NODELAY off on every connection.
-    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def main(argv: list[str] | None = None) -> int:
