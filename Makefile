@@ -14,6 +14,8 @@ PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/embedded
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/sglang
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/slime
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/miles
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/s3
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/modal
 export PYTHONPATH
 
 # Evaluated at first use, so that `make help` starts no Python.

@@ -1,0 +1,1 @@
+"""Stores on Modal Volumes: `modal://volume/prefix`."""

@@ -1,0 +1,1 @@
+"""Stores on S3 and what speaks its protocol: `s3://bucket/prefix`."""
