@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..chain import ChainReader
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, CheckpointError
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan, Plan, cheapest_plan
 from ..manifest import Manifest
@@ -49,14 +49,17 @@ class Staging(Protocol):
 
 
 class Stager:
-    """Brings the host checkpoint to a version. ``boot`` is the checkpoint directory the engine boots from."""
+    """Brings the host checkpoint to a version.
+
+    ``boot`` is the checkpoint directory the engine boots from; without one only fulls lead anywhere.
+    """
 
     def __init__(
         self,
         store: Store,
         chain: ChainReader,
         host: HostCheckpoint,
-        boot: Path,
+        boot: Path | None,
         *,
         files: Files,
         clock: Clock,
@@ -76,10 +79,11 @@ class Stager:
     async def boot_table(self) -> TensorTable:
         """The tensors of the boot checkpoint, read once. Raises CheckpointError, OSError."""
         if self._boot_table is None:
+            boot = self._boot
+            if boot is None:
+                raise CheckpointError("no base checkpoint was given")
             self._activity("reading the boot checkpoint")
-            self._boot_table = await self._run_blocking(
-                lambda: Checkpoint.open(self._boot, self._files).table()
-            )
+            self._boot_table = await self._run_blocking(lambda: Checkpoint.open(boot, self._files).table())
         return self._boot_table
 
     async def stage(self, target: Manifest) -> Staged:
@@ -89,7 +93,8 @@ class Stager:
         what stands in the way otherwise.
         """
         version0 = await self._chain.boot(target)
-        await self._check_base(version0)
+        if self._boot is not None:
+            await self._check_base(version0)
         await self._open(version0)
         plan = await self._plan(target, version0)
         began = self._clock.monotonic()
@@ -127,32 +132,35 @@ class Stager:
             await self._run_blocking(self.host.open)
         # What an apply could not go on from, the next one cannot either.
         if self._start_over or (self.host.holding is None and self.host.interrupted is None):
-            await self._seed(version0)
+            if self._boot is not None:
+                await self._seed(version0)
             self._start_over = False
 
     async def _seed(self, version0: Manifest) -> None:
         self._activity("copying the boot checkpoint")
+        assert self._boot is not None
         await self._run_blocking(self.host.seed, self._boot, version0)
 
     async def _plan(self, target: Manifest, version0: Manifest) -> Plan:
         interrupted = self.host.interrupted
-        held = interrupted.base_state if interrupted else self._held()
-        starts = {held, version0.state}
+        held = {interrupted.base_state} if interrupted else self._held()
+        if self._boot is None:
+            return cheapest_plan(target, await self._chain.back_to(target), self._held(), self._excluded)
+        starts = held | {version0.state}
         try:
-            plan = cheapest_plan(target, await self._chain.back_to(target, {held}), starts, self._excluded)
+            plan = cheapest_plan(target, await self._chain.back_to(target, held), starts, self._excluded)
         except NoPlan:
             # A delta may build on an older version than the one before it.
             plan = cheapest_plan(target, await self._chain.back_to(target), starts, self._excluded)
         if interrupted is not None and not interrupted.fits(plan):
             await self._seed(version0)
             return await self._plan(target, version0)
-        if plan.base not in (None, held):
+        if plan.base is not None and plan.base not in held:
             await self._seed(version0)
         return plan
 
-    def _held(self) -> str:
-        assert self.host.holding is not None
-        return self.host.holding.state
+    def _held(self) -> set[str]:
+        return {self.host.holding.state} if self.host.holding else set()
 
     async def _fetch(self, source: Manifest) -> Path:
         """The files of one manifest, verified, in a directory of their own."""

@@ -1,0 +1,97 @@
+"""A version as a directory: promise 1 (truth) for whoever reads a checkpoint instead of asking a replica."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from stitch_core.checkout import CheckoutRefused, checkout
+from stitch_core.checkpoint import Checkpoint
+from stitch_core.manifest import Manifest
+from stitch_core.stores.memory import MemoryStore
+from tests.small_run import FILES, Trainer, inline
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path)
+
+
+async def published(trainer: Trainer, store: MemoryStore, full_at: int = 0) -> list[Manifest]:
+    publisher = trainer.publisher(store)
+    chain = [await publisher.claim(trainer.version0)]
+    for number in range(1, 5):
+        if number == full_at:
+            chain.append(await publisher.publish(trainer.full()))
+        else:
+            chain.append(await trainer.publish(publisher))
+    return chain
+
+
+def out(store: MemoryStore, version: int | None, where: Path, base: Path | None) -> Manifest:
+    return asyncio.run(checkout(store, "r", version, where, files=FILES, base=base, run_blocking=inline))
+
+
+def test_any_version_becomes_a_plain_directory(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    (trainer.boot / "config.json").write_text("{}")
+    for version in (0, 2, 4, None):
+        where = tmp_path / "out" / str(version)
+        assert out(store, version, where, trainer.boot) == chain[4 if version is None else version]
+        tensors = Checkpoint.open(where, FILES)
+        wanted = trainer.weights[chain[4 if version is None else version].state]
+        assert {n: tensors.read(n) for n in wanted} == {n: bytes(t.data) for n, t in wanted.items()}
+        assert (where / "config.json").read_text() == "{}"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["0", "2", "4", "None"]
+
+
+def test_a_full_needs_no_base_and_what_is_below_it_does(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store, full_at=3))
+    out(store, 4, tmp_path / "four", None)
+    assert Checkpoint.open(tmp_path / "four", FILES).state() == chain[4].state
+    with pytest.raises(CheckoutRefused, match="give the run's base checkpoint"):
+        out(store, 2, tmp_path / "two", None)
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_directory_that_is_there_is_proven_or_refused(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    where = tmp_path / "out"
+    out(store, 2, where, trainer.boot)
+    assert out(store, 2, where, None) == chain[2]
+    with pytest.raises(CheckoutRefused, match=r"is not r/weight_v000003: its state is"):
+        out(store, 3, where, trainer.boot)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckoutRefused, match="is no checkpoint"):
+        out(store, 3, tmp_path / "other", trainer.boot)
+    with pytest.raises(CheckoutRefused, match="run r has no version 9: its head is 4"):
+        out(store, 9, tmp_path / "nine", trainer.boot)
+
+
+def test_bytes_that_were_collected_are_said(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    file = chain[1].representation.files[0]
+    asyncio.run(store.delete(chain[1].file_key(file.name)))
+    with pytest.raises(CheckoutRefused, match="needs bytes that were collected"):
+        out(store, 3, tmp_path / "three", trainer.boot)
+
+
+def test_a_checkout_that_was_cut_off_is_taken_up_again(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    file = chain[3].representation.files[0]
+    kept = store.state.objects.pop(chain[3].file_key(file.name))
+    where = tmp_path / "out"
+    with pytest.raises(CheckoutRefused):
+        out(store, 4, where, trainer.boot)
+    assert not where.exists()
+    store.state.objects[chain[3].file_key(file.name)] = kept
+    out(store, 4, where, trainer.boot)
+    assert Checkpoint.open(where, FILES).state() == chain[4].state
+    assert [p.name for p in tmp_path.iterdir() if "checkout" in p.name] == []
