@@ -132,6 +132,10 @@ class NotFound(StoreError):
     """There is no object under the key."""
 
 
+class NoStore(NotFound):
+    """There is no store where the URL points, not even an empty one: mistyped, not mounted, or not begun."""
+
+
 class AlreadyExists(StoreError):
     """A create-only write met an object under its key, with whatever bytes."""
 
@@ -167,11 +171,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Bytes for ``Store.create`` that lie in a file."""
+    """Bytes for ``Store.create`` that lie in a file.
+
+    ``sha256`` (``sha256:<hex>``): what they are known to be; a store that checks what it is sent compares.
+    ``progress`` gets the number of bytes of each step, from any thread; a store may leave it alone.
+    """
 
     files: Files
     path: Path
     size: int
+    sha256: str | None = None
+    progress: Callable[[int], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -180,10 +190,12 @@ class Capabilities:
 
     ``conditional_writes``: of any number of writers that meet at one ``create`` or ``swap``, one wins.
     ``visible_after``: seconds until a finished write is seen by every reader.
+    ``digests``: the store is a DigestingStore.
     """
 
     conditional_writes: bool = True
     visible_after: float = 0.0
+    digests: bool = False
 
 
 class Store(Protocol):
@@ -241,6 +253,17 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class DigestingStore(Store, Protocol):
+    """A store that digests what it takes in, so that a read-back need not move the bytes again."""
+
+    async def digest(self, key: str) -> tuple[int, str | None]:
+        """Bytes in the object, and the ``sha256:<hex>`` that the store itself found when it took them in.
+
+        None where this object's is not known: then only reading tells. Raises NotFound.
+        """
+        ...
 
 
 # --------------------------------------------------------------------------------------------- engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from ..ports import Blob, Buffer, Capabilities, Entry, FileSource, Store, Unavailable
+from ..ports import Blob, Buffer, Capabilities, DigestingStore, Entry, FileSource, Store, Unavailable
 from .sources import source_size
 
 T = TypeVar("T")
@@ -46,6 +46,10 @@ class BoundedStore:
 
     async def delete(self, key: str) -> None:
         await self._bounded(self._store.delete(key), f"deleting {key}")
+
+    async def digest(self, key: str) -> tuple[int, str | None]:
+        """As DigestingStore.digest, where the capabilities say that the store is one."""
+        return await self._bounded(cast(DigestingStore, self._store).digest(key), f"looking at {key}")
 
     async def close(self) -> None:
         await self._store.close()
