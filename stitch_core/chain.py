@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from .head import Channel, Head, channel_key, head_key
 from .manifest import FormatError, Manifest, Row, bytes_digest, run_prefix
-from .ports import NotFound, Store
+from .ports import NoStore, NotFound, Store
 
 PARALLEL_READS = 16
 
@@ -38,6 +38,8 @@ class ChainReader:
         key = head_key(run)
         try:
             blob = await self._store.load(key)
+        except NoStore as error:
+            raise NoHead(f"run {run} has no head yet: {error}") from None
         except NotFound:
             raise NoHead(f"run {run} has no head yet: no trainer has claimed it") from None
         return Head.decode(blob.data, key), blob.tag

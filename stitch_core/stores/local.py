@@ -4,7 +4,9 @@ An object is the file of its key's name, whole from the moment it is there: byte
 under ``<root>/.stitch/tmp`` first, then linked (create) or renamed (swap) into place, and the directory is
 synced before the call returns. A crash at any line leaves the old object or the new one. What changes or
 removes an object holds a lock in ``<root>/.stitch/locks``; creating needs none, because link(2) decides.
-Names that start with '.' are no keys, so ``.stitch`` is nobody's object.
+Where there are no hard links, creating takes that lock too, and renames; ``<root>/.stitch/store.json`` says
+which of the two, so that every writer does the same. A store whose directory is gone is an error, and never
+looks empty. Names that start with '.' are no keys, so ``.stitch`` is nobody's object.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import zlib
@@ -31,6 +34,7 @@ from ..ports import (
     Entry,
     Files,
     FileSource,
+    NoStore,
     NotFound,
     RunBlocking,
     StoreError,
@@ -39,10 +43,14 @@ from ..ports import (
 )
 from ..threads import Threads
 from . import BadUrl
+from .identity import FILE, Identity, read_identity
 from .keys import BadKey, check_key, check_prefix, check_range, is_key
+from .probe import NO_DIRECTORY_SYNC, NO_LINKS, NO_LOCKS, NOT_THERE, Unsupported, can_link, error_text
 from .sources import source_chunks
 
 T = TypeVar("T")
+Entries = list[Entry]
+logger = logging.getLogger("stitch")
 
 PRIVATE = ".stitch"
 STALE_AFTER = 24 * 3600.0
@@ -52,7 +60,7 @@ _LOCKS = 64  # a fixed number, so that deleted keys leave no lock files behind
 
 
 class LocalStore:
-    """The objects under ``root``, which the first write creates. Needs hard links and flock there.
+    """The objects under ``root``, which the first write creates. Writing needs flock and rename there.
 
     Tags are content digests: they hold across hosts whose mounts cache inodes and times, and a store may
     have no weaker ones. Without ``run_blocking`` it has threads of its own, which ``close`` ends.
@@ -77,6 +85,9 @@ class LocalStore:
         self._clock: Clock = clock or SystemClock()
         self._durable: set[Path] = set()
         self._swept = False
+        self._identity: Identity | None = None
+        self._looked = False
+        self._said: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,7 +115,7 @@ class LocalStore:
 
     async def list(self, prefix: str) -> list[Entry]:
         check_prefix(prefix)
-        return await self._run(_translate_read, _list, self.root, self._files, prefix)
+        return await self._run(self._translate_read, self._list, self.root, prefix)
 
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)
@@ -117,7 +128,7 @@ class LocalStore:
         return self.root.joinpath(*check_key(key).split("/"))
 
     async def _reading(self, operation: Callable[..., T], key: str, *args: Any) -> T:
-        return await self._run(_translate_read, operation, self._path(key), *args)
+        return await self._run(self._translate_read, operation, self._path(key), *args)
 
     async def _writing(self, operation: Callable[..., T], key: str, *args: Any) -> T:
         return await self._run(self._translate_write, operation, self._path(key), *args)
@@ -125,19 +136,21 @@ class LocalStore:
     # ------------------------------------------------------------------ blocking, in one thread at a time
 
     def _create(self, path: Path, source: Buffer | FileSource) -> None:
-        self._make_directory(path.parent)
-        if not self._files.exists(path):  # spares the copy; link() is what decides
-            with self._temporary(source) as temporary, contextlib.suppress(FileExistsError):
-                self._files.link(temporary, path)
-                self._files.sync(path.parent)
-                return
+        self._prepare(path)
+        if not self._files.exists(path):  # spares the copy; link() or the lock is what decides
+            with self._temporary(source) as temporary:
+                lock = contextlib.nullcontext() if self._links() else self._locked(path)
+                with lock, contextlib.suppress(FileExistsError):
+                    self._place_new(temporary, path)
+                    self._sync_directory(path.parent)
+                    return
         # The other creator may have died before its sync, and the caller may take its bytes for durable.
         self._files.size(path)
-        self._files.sync(path.parent)
+        self._sync_directory(path.parent)
         raise AlreadyExists(f"{path} exists")
 
     def _swap(self, path: Path, expected: str | None, data: bytes) -> str:
-        self._make_directory(path.parent)
+        self._prepare(path)
         with self._locked(path):
             try:
                 current = _tag(self._files.read(path))
@@ -147,27 +160,109 @@ class LocalStore:
                 raise Conflict(f"{path} is not as it was read")
             with self._temporary(data) as temporary:
                 try:
-                    (self._files.link if current is None else self._files.rename)(temporary, path)
+                    (self._place_new if current is None else self._rename)(temporary, path)
                 except FileExistsError:
                     raise Conflict(f"{path} was created meanwhile") from None
-            self._files.sync(path.parent)
+            self._sync_directory(path.parent)
         return _tag(data)
 
     def _replace(self, path: Path, data: bytes) -> None:
-        self._make_directory(path.parent)
+        self._prepare(path)
         with self._locked(path):
             with self._temporary(data) as temporary:
-                self._files.rename(temporary, path)
-            self._files.sync(path.parent)
+                self._rename(temporary, path)
+            self._sync_directory(path.parent)
 
     def _delete(self, path: Path) -> None:
         if not self._files.exists(path):
+            self._check_identity()
             return
         with self._locked(path), contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._files.remove(path)
-            self._files.sync(path.parent)
+            self._sync_directory(path.parent)
+
+    # ------------------------------------------------------------------------------------------ identity
+
+    def _prepare(self, path: Path) -> None:
+        """Everything that a write needs; the first write of all begins the store."""
+        if self._identity is None:
+            self._identity = read_identity(self._files, self.root / PRIVATE) or self._begin()
+        self._make_directory(path.parent)
+
+    def _begin(self) -> Identity:
+        directory = self.root / PRIVATE / "tmp"
+        self._make_directory(directory)
+        error = can_link(self._files, directory, f"{int(self._clock.time())}.{secrets.token_hex(8)}")
+        if error is not None:
+            self._say(f"{self.root} has no hard links ({error}): objects are created under a lock instead")
+        identity = Identity(secrets.token_hex(8), "link" if error is None else "lock")
+        path = self.root / PRIVATE / FILE
+        with self._locked(path):
+            found = read_identity(self._files, path.parent)
+            if found is not None:
+                return found
+            with self._temporary(identity.encode()) as temporary:
+                self._rename(temporary, path)
+            self._sync_directory(path.parent)
+        return identity
+
+    def _check_identity(self) -> None:
+        """Raise Unavailable if this directory is no longer the store that it was."""
+        if self._identity is None:
+            return
+        found = read_identity(self._files, self.root / PRIVATE)
+        if found is None or found.id != self._identity.id:
+            what = "is not there any more" if found is None else "is another one now"
+            raise Unavailable(f"the store in {self.root} {what}: was it unmounted or removed?")
 
     # --------------------------------------------------------------------------------------------- parts
+
+    def _links(self) -> bool:
+        return self._identity is None or self._identity.create == "link"
+
+    def _place_new(self, temporary: Path, path: Path) -> None:
+        """Create-only; without hard links the caller holds the lock of ``path``. FileExistsError."""
+        if not self._links():
+            if self._files.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            self._rename(temporary, path)
+            return
+        try:
+            self._files.link(temporary, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            raise Unsupported(
+                f"{self.root} was begun where hard links work, and here they do not ({error_text(error)}): "
+                "write from such a machine, or begin a new store here"
+            ) from error
+
+    def _rename(self, source: Path, target: Path) -> None:
+        try:
+            self._files.rename(source, target)
+        except OSError as error:
+            if error.errno not in NOT_THERE:
+                raise
+            raise Unsupported(
+                f"files cannot be renamed in {self.root} ({error_text(error)}), which a store needs: use "
+                "another directory, or a store of another kind"
+            ) from error
+
+    def _sync_directory(self, path: Path) -> None:
+        try:
+            self._files.sync(path)
+        except OSError as error:
+            if error.errno not in NO_DIRECTORY_SYNC:
+                raise
+            self._say(
+                f"{self.root} cannot sync directories ({error_text(error)}): the last writes may be lost "
+                "when the machine that holds it loses power"
+            )
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory and every one above it durable, up to the root or what was there before it."""
@@ -183,9 +278,10 @@ class LocalStore:
             # What is there may be another process's, which has not synced it yet.
             self._make_directory(path.parent)
             new = [path]
+        self._check_identity()  # nothing is begun anew under the name of what was unmounted
         self._files.make_dirs(path)
         for directory in reversed(new):
-            self._files.sync(directory.parent)
+            self._sync_directory(directory.parent)
         self._durable.add(path)
 
     @contextlib.contextmanager
@@ -193,7 +289,16 @@ class LocalStore:
         directory = self.root / PRIVATE / "locks"
         self._make_directory(directory)
         number = zlib.crc32(path.relative_to(self.root).as_posix().encode()) % _LOCKS
-        with self._files.lock(directory / f"{number:02d}", self._lock_timeout):
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._files.lock(directory / f"{number:02d}", self._lock_timeout))
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                raise Unsupported(
+                    f"{self.root} has no file locks ({error_text(error)}), so it can be read from here and "
+                    "not written: use another directory, or a store of another kind"
+                ) from error
             yield
 
     @contextlib.contextmanager
@@ -235,7 +340,35 @@ class LocalStore:
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 self._durable.clear()  # somebody removed directories: the next try makes them again
+                self._check_identity()
             raise _unavailable(path, error) from error
+
+    def _translate_read(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
+        try:
+            if not self._looked:
+                self._identity = self._identity or read_identity(self._files, self.root / PRIVATE)
+                self._looked = True
+            return operation(path, *args)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            self._check_root()
+            raise NotFound(f"{path}: no such object") from error
+        except OSError as error:
+            raise _unavailable(path, error) from error
+
+    def _check_root(self) -> None:
+        """Nothing is an answer only where there is a store."""
+        try:
+            self._check_identity()
+            if self._files.exists(self.root):
+                return
+        except OSError as error:
+            raise _unavailable(self.root, error) from error
+        raise NoStore(f"there is no directory {self.root}: is it mounted? The first claim makes a new store")
+
+    def _list(self, root: Path, prefix: str) -> Entries:
+        found = _list(root, self._files, prefix)
+        self._check_root()
+        return found
 
 
 def _list(root: Path, files: Files, prefix: str) -> list[Entry]:
@@ -261,15 +394,6 @@ def _list(root: Path, files: Files, prefix: str) -> list[Entry]:
                 if key.startswith(prefix):
                     found.append(Entry(key, size))
     return sorted(found, key=lambda entry: entry.key)
-
-
-def _translate_read(operation: Callable[..., T], path: Path, *args: Any) -> T:
-    try:
-        return operation(path, *args)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise NotFound(f"{path}: no such object") from error
-    except OSError as error:
-        raise _unavailable(path, error) from error
 
 
 def _unavailable(path: Path, error: OSError) -> StoreError:

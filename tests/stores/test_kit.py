@@ -30,7 +30,9 @@ class TestMemoryStore(StoreTests):
 class TestLocalStore(StoreTests):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> Iterator[LocalStore]:
-        store = LocalStore(tmp_path / "not" / "there" / "yet")
+        root = tmp_path / "not" / "begun"
+        root.mkdir(parents=True)
+        store = LocalStore(root)
         yield store
         await store.close()
 
