@@ -25,7 +25,8 @@ def main(root: Path, rank: int, size: int) -> None:
     torch.distributed.init_process_group(
         "gloo", f"file://{root}/rendezvous", timedelta(seconds=60), size, rank
     )
-    group = ProcessGroup(torch.distributed, torch.distributed.new_group(backend="gloo"))
+    gloo = torch.distributed.new_group(backend="gloo")
+    group = ProcessGroup(torch.distributed, lambda: gloo)
     files = PosixFiles()
     settings = TrainerSettings("r", f"file:{root}/store", root / "boot", root / "work")
     publisher = GroupPublisher(settings, group)

@@ -27,7 +27,7 @@ def megatron_init(args: Any) -> None:
     import torch.distributed
     from miles.utils.distributed_utils import get_gloo_group
 
-    group = ProcessGroup(torch.distributed, get_gloo_group())
+    group = ProcessGroup(torch.distributed, get_gloo_group)
     hooks.set_up(args, group, "miles", lambda: _preflight(args, group.rank))
     if symbols.writes_deltas():
         hooks.start_through_stitch(resolve(symbols.UPDATER), _repair_zero_dim)

@@ -28,7 +28,7 @@ def megatron_init(args: Any) -> None:
     import torch.distributed
     from slime.utils.distributed_utils import get_gloo_group
 
-    group = ProcessGroup(torch.distributed, get_gloo_group())
+    group = ProcessGroup(torch.distributed, get_gloo_group)
     hooks.set_up(args, group, "slime", lambda: _preflight(args, group.rank), launch_command())
     hooks.start_through_stitch(resolve(UPDATER), _repair_zero_dim)
 
