@@ -24,6 +24,7 @@ from .versions import check_run_id
 HEAD_FORMAT = "stitch.head/1"
 CHANNEL_FORMAT = "stitch.channel/1"
 DEFAULT_CHANNEL = "latest"
+ABANDONED_RANGES = 64
 
 
 def head_key(run: str) -> str:
@@ -36,7 +37,11 @@ def channel_key(name: str) -> str:
 
 @dataclass(frozen=True)
 class Head:
-    """A run's pointer. ``writer`` is the random nonce of the claim that may move it."""
+    """A run's pointer. ``writer`` is the random nonce of the claim that may move it.
+
+    ``abandoned`` are the ranges of versions (first and last, ascending, apart) that rollbacks gave up: no
+    trainer goes on from one of them unless it is told to.
+    """
 
     number: int
     epoch: int
@@ -44,11 +49,13 @@ class Head:
     digest: str
     writer: str
     time: float = 0.0
+    abandoned: tuple[tuple[int, int], ...] = ()
 
     def encode(self) -> bytes:
         return canonical_json({
             "format": HEAD_FORMAT, "number": self.number, "epoch": self.epoch, "key": self.key,
             "digest": self.digest, "writer": self.writer, "time": self.time,
+            "abandoned": [list(pair) for pair in self.abandoned],
         })  # fmt: skip
 
     @classmethod
@@ -67,17 +74,59 @@ class Head:
             raise FormatError(f"{where}: writer is missing")
         if not isinstance(time, int | float) or isinstance(time, bool):
             raise FormatError(f"{where}: time must be a number of seconds")
-        return cls(number, epoch, key, read_sha256(value.get("digest"), f"{where}: digest"), writer, time)
+        digest = read_sha256(value.get("digest"), f"{where}: digest")
+        return cls(number, epoch, key, digest, writer, time, _ranges(value.get("abandoned", []), where))
 
     def claimed(self, writer: str, time: float) -> Head:
         """The head as a new claim writes it: same version, next epoch."""
         return replace(self, epoch=self.epoch + 1, writer=writer, time=time)
+
+    def abandoned_range(self, number: int) -> tuple[int, int] | None:
+        """The range of given up versions that ``number`` is in."""
+        return next((pair for pair in self.abandoned if pair[0] <= number <= pair[1]), None)
+
+    def going_on_from(self, number: int) -> Head:
+        """The head with ``number`` and what led to it no longer given up: a range it is in starts above it.
+
+        What a rollback to it, or a trainer that was told to resume at it all the same, brings back.
+        """
+        kept = [(max(a, number + 1), b) if a <= number <= b else (a, b) for a, b in self.abandoned]
+        return replace(self, abandoned=tuple(pair for pair in kept if pair[0] <= pair[1]))
+
+    def taken_back(self, to: int) -> Head:
+        """The head with every version above ``to`` given up, as a rollback to it records before it starts."""
+        here = self.going_on_from(to)
+        return replace(here, abandoned=_joined([*here.abandoned, (to + 1, self.number)]))
 
     def moved(self, manifest: Manifest, time: float) -> Head:
         """The head as the same writer moves it; only ever to a higher number."""
         if manifest.number <= self.number or manifest.epoch != self.epoch:
             raise ValueError(f"a head at {self.number}.e{self.epoch} cannot move to {manifest.key}")
         return replace(self, number=manifest.number, key=manifest.key, digest=manifest.digest(), time=time)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending and apart. Of more than ABANDONED_RANGES the oldest are joined over the versions between."""
+    apart: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if apart and first <= apart[-1][1] + 1:
+            apart[-1] = apart[-1][0], max(last, apart[-1][1])
+        else:
+            apart.append((first, last))
+    over = len(apart) - ABANDONED_RANGES
+    if over > 0:
+        apart[: over + 1] = [(apart[0][0], apart[over][1])]
+    return tuple(apart)
+
+
+def _ranges(value: Any, where: str) -> tuple[tuple[int, int], ...]:
+    where = f"{where}: abandoned"
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise FormatError(f"{where} must be a list of [first, last], is {value!r}")
+    ranges = [(read_count(first, where), read_count(last, where)) for first, last in value]
+    if any(first > last for first, last in ranges) or _joined(ranges) != tuple(ranges):
+        raise FormatError(f"{where} must be up to {ABANDONED_RANGES} ascending ranges, is {value!r}")
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .manifest import (
     Manifest,
     PayloadFile,
     Representation,
+    Row,
     extend_history,
     payload_prefix,
     run_prefix,
@@ -70,10 +71,22 @@ class _Transfer(TypedDict):
 
 
 @dataclass(frozen=True)
+class _Resume:
+    """What a claim says of where its trainer comes from; see ``Publisher.claim``."""
+
+    state: str | None = None
+    saved: int | None = None
+    override: bool = False
+
+
+@dataclass(frozen=True)
 class _Claim:
+    """``base`` is the version that the claim resumed at, None if it did not say."""
+
     head: Head
     tag: str
     manifest: Manifest
+    base: Row | None = None
 
 
 class Publisher:
@@ -119,29 +132,78 @@ class Publisher:
     def epoch(self) -> int:
         return self._last_claim().head.epoch
 
-    async def claim(self, boot: Boot, *, resume: str | None = None) -> Manifest:
+    async def claim(
+        self, boot: Boot, *, resume: str | None = None, saved: int | None = None, override: bool = False
+    ) -> Manifest:
         """Become the run's writer and fence the one before; the newest version, which may be version 0.
 
-        With ``resume``, only if the newest version has that state. Raises ClaimRefused, and then nobody
-        is fenced, when it has not, when the run's version 0 has another state than ``boot``, or when others
-        keep claiming; OutcomeUnknown when the store does not say what became of the swap.
+        ``saved`` is the version that was the newest when the checkpoint that the trainer goes on from was
+        saved; ``resume`` is the state that its next delta builds on (see ``builds_on``). Raises ClaimRefused,
+        and then nobody is fenced, when the run's version 0 has another state than ``boot``, when no version
+        has the state ``resume``, when others keep claiming; and, without ``override``, when a rollback gave
+        up ``saved`` or every version of that state, when ``saved`` is above the head, and when ``resume`` is
+        not the head's state and no ``saved`` says that this is meant. OutcomeUnknown when the store does
+        not say what became of the swap.
         """
-        self._claim, self._lost = None, None
-        for _ in range(CLAIM_ATTEMPTS):
+        asked = _Resume(resume, saved, override)
+
+        async def take() -> _Claim | None:
             try:
                 found = await self._call(lambda: self._chain.head(self.run))
             except NoHead:
-                claim = await self._first_claim(boot, resume)
-            else:
-                claim = await self._next_claim(boot, resume, *found)
+                return await self._first_claim(boot, asked)
+            return await self._next_claim(boot, asked, *found)
+
+        return await self._until_claimed(take)
+
+    async def take_back(self, to: int) -> Manifest:
+        """Claim the run for a rollback: from now on every version above ``to`` counts as given up.
+
+        Raises ClaimRefused when ``to`` is not below the head, NoHead, OutcomeUnknown.
+        """
+
+        async def take() -> _Claim | None:
+            head, tag = await self._call(lambda: self._chain.head(self.run))
+            if to >= head.number:
+                raise ClaimRefused(f"run {self.run} is at version {head.number}: {to} is not before it")
+            manifest = await self._call(lambda: self._chain.manifest(self.run, head))
+            claimed = head.taken_back(to).claimed(self._nonce(), self._clock.time())
+            return await self._take(tag, claimed, manifest)
+
+        return await self._until_claimed(take)
+
+    async def release(self) -> tuple[Head, Manifest]:
+        """Fence the run's writer and be none oneself; the head that it had, and the newest version.
+
+        Nobody knows the nonce that the head has afterwards. Raises NoHead, ClaimRefused, OutcomeUnknown.
+        """
+        before: list[Head] = []
+
+        async def take() -> _Claim | None:
+            head, tag = await self._call(lambda: self._chain.head(self.run))
+            manifest = await self._call(lambda: self._chain.manifest(self.run, head))
+            before[:] = [head]
+            return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
+
+        manifest = await self._until_claimed(take)
+        self._claim = None
+        return before[0], manifest
+
+    async def _until_claimed(self, take: Callable[[], Awaitable[_Claim | None]]) -> Manifest:
+        self._claim, self._lost = None, None
+        for _ in range(CLAIM_ATTEMPTS):
+            claim = await take()
             if claim is not None:
                 self._claim, self._next = claim, claim.head.number + 1
                 return claim.manifest
         raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
 
-    async def _first_claim(self, boot: Boot, resume: str | None) -> _Claim | None:
-        if resume not in (None, boot.state):
-            raise ClaimRefused(f"run {self.run} does not exist, so it cannot go on from state {resume}")
+    async def _first_claim(self, boot: Boot, asked: _Resume) -> _Claim | None:
+        if asked.state not in (None, boot.state) or asked.saved:
+            raise ClaimRefused(
+                f"run {self.run} does not exist, so it cannot go on from "
+                f"{f'version {asked.saved}' if asked.saved else f'state {asked.state}'}: is this its store?"
+            )
         for epoch in range(1, CLAIM_ATTEMPTS):
             manifest = Manifest(
                 self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
@@ -161,7 +223,7 @@ class Publisher:
             f"run {self.run} has {CLAIM_ATTEMPTS - 1} abandoned starts from other checkpoints; use a new id"
         )
 
-    async def _next_claim(self, boot: Boot, resume: str | None, head: Head, tag: str) -> _Claim | None:
+    async def _next_claim(self, boot: Boot, asked: _Resume, head: Head, tag: str) -> _Claim | None:
         manifest = await self._call(lambda: self._chain.manifest(self.run, head))
         version0 = await self._call(lambda: self._chain.boot(manifest))
         if version0.state != boot.state:
@@ -170,16 +232,64 @@ class Publisher:
                 f"{boot.state}, version 0 ({version0.representation.source}) has {version0.state}; use that "
                 "one or a new run id"
             )
-        if resume not in (None, manifest.state):
-            raise ClaimRefused(
-                f"run {self.run} is at version {head.number}, whose state is {manifest.state}, not {resume}: "
-                "resume from a checkpoint of that version, or start a new run"
-            )
-        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
+        if not asked.override:
+            self._check_saved(asked.saved, head)
+        base = await self._find_base(asked, head, manifest)
+        if asked.saved is not None and asked.override:
+            head = head.going_on_from(asked.saved)
+        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest, base)
 
-    async def _take(self, expected: str | None, head: Head, manifest: Manifest) -> _Claim | None:
+    def _check_saved(self, saved: int | None, head: Head) -> None:
+        if saved is None:
+            return
+        if saved > head.number:
+            raise ClaimRefused(
+                f"run {self.run} is at version {head.number}, but the trainer's checkpoint was saved at "
+                f"version {saved}: is this the same store?"
+            )
+        given_up = head.abandoned_range(saved)
+        if given_up is not None:
+            raise ClaimRefused(
+                f"the trainer's checkpoint was saved at version {saved} of run {self.run}, and a rollback to "
+                f"{given_up[0] - 1} gave up the versions {given_up[0]} to {given_up[1]}: resume from a "
+                f"checkpoint of version {given_up[0] - 1} or before, or say --override to undo the rollback"
+            )
+
+    async def _find_base(self, asked: _Resume, head: Head, manifest: Manifest) -> Row | None:
+        """The version whose state the next delta builds on, as the claim says; None if it says nothing."""
+        if asked.state is None:
+            return None
+        if asked.state == manifest.state:
+            return manifest.row()
+        if asked.saved is None and not asked.override:
+            raise ClaimRefused(
+                f"run {self.run} is at version {head.number}, whose state is {manifest.state}, not "
+                f"{asked.state}: resume from a checkpoint of that version, say at which version it was "
+                "saved, or start a new run"
+            )
+        found = await self._find(manifest, lambda row: (
+            row.state == asked.state and (asked.override or head.abandoned_range(row.number) is None)
+        ))  # fmt: skip
+        if found is not None:
+            return found.row()
+        given_up = await self._find(manifest, lambda row: row.state == asked.state)
+        if given_up is None:
+            raise ClaimRefused(
+                f"{asked.state} is the state of no version of run {self.run}: a delta can only build on one"
+            )
+        raise ClaimRefused(
+            f"the trainer's next delta would build on version {given_up.number} of run {self.run}, which a "
+            "rollback gave up: resume from a version before it, or say --override to undo the rollback"
+        )
+
+    async def _find(self, newest: Manifest, wanted: Callable[[Row], bool]) -> Manifest | None:
+        return await self._call(lambda: self._chain.find(newest, wanted))
+
+    async def _take(
+        self, expected: str | None, head: Head, manifest: Manifest, base: Row | None = None
+    ) -> _Claim | None:
         try:
-            return _Claim(head, await self._swap(expected, head), manifest)
+            return _Claim(head, await self._swap(expected, head), manifest, base)
         except Conflict:
             return None
 
@@ -221,7 +331,7 @@ class Publisher:
         """Swap the head. However this ends, the claim holds on only if the head is what it left there."""
         head = claim.head.moved(manifest, self._clock.time())
         try:
-            self._claim = _Claim(head, await self._swap(claim.tag, head), manifest)
+            self._claim = replace(claim, head=head, tag=await self._swap(claim.tag, head), manifest=manifest)
         except Conflict:
             await self._fence(manifest)
         except OutcomeUnknown as unknown:
@@ -254,17 +364,23 @@ class Publisher:
             "to find out"
         )
 
+    def builds_on(self, state: str) -> bool:
+        """Whether a delta on ``state`` can be published now; if not, only a full can.
+
+        It must be the state of a version from the head's floor on: what is below may have been collected.
+        """
+        claim = self._claimed()
+        parent, floor = claim.manifest, _floor(claim.manifest)
+        # The floor and the base of the claim may be older than what the history still lists.
+        rows = (parent.row(), *parent.history, parent.floor, claim.base)
+        return any(row is not None and row.state == state and row.number >= floor for row in rows)
+
     def _check_base(self, payload: Payload, parent: Manifest) -> None:
-        if payload.kind == "full":
-            return
-        floor = parent.floor.number if parent.floor else parent.number
-        bases = {parent.state} | {row.state for row in parent.history if row.number >= floor}
-        if parent.floor:  # may be older than what the history still lists
-            bases.add(parent.floor.state)
-        if payload.base not in bases:
+        if payload.kind == "delta" and not self.builds_on(payload.base or ""):
             raise PublishError(
                 f"the delta's base {payload.base} is not the state of a version of run {self.run} from its "
-                f"floor {floor} to its head {parent.number}: publish a full, or encode against the head"
+                f"floor {_floor(parent)} to its head {parent.number}: publish a full, or encode against the "
+                "head"
             )
 
     async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
@@ -367,6 +483,11 @@ class Publisher:
             if found.data != data:
                 raise
             return found.tag
+
+
+def _floor(manifest: Manifest) -> int:
+    """The lowest version that a delta on top of ``manifest`` may build on."""
+    return manifest.floor.number if manifest.floor else manifest.number
 
 
 def _with_files(manifest: Manifest, files: tuple[PayloadFile, ...]) -> Manifest:
