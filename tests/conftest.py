@@ -28,6 +28,7 @@ NEEDS = {
     "real/miles": ("miles", "torch"),
     "real/sglang": ("sglang", "torch", "tokenizers"),
     "recipes": ("torch", "tokenizers", "jinja2", "matplotlib", "transformers"),
+    "tensor_parallel": ("torch", "megatron", "safetensors"),
 }
 
 
