@@ -27,7 +27,7 @@ from .dialects import INDEX_NAME
 from .host_data import copy_files, make_durable_dirs, open_with_index, side_files
 from .host_marker import Holding, Interrupted, Marker
 from .journal import Journal, Write
-from .lineage import Plan
+from .lineage import Plan, Source
 from .manifest import Manifest
 from .ports import Files, write_atomic
 from .state import TensorInfo, layout_difference, state_digest
@@ -187,7 +187,7 @@ class HostCheckpoint:
 
     # ------------------------------------------------------------------------------------------ apply
 
-    def apply(self, plan: Plan, directory_of: Callable[[Manifest], Path]) -> Holding:
+    def apply(self, plan: Plan, directory_of: Callable[[Source], Path]) -> Holding:
         """Move to the plan's target; ``directory_of`` says where a source's verified files lie.
 
         RepresentationInvalid names the manifest to use no more; the copy is then as it was. After a
@@ -217,7 +217,7 @@ class HostCheckpoint:
         journal = max(self._batch_bytes, *sizes) if sum(sizes) > self._batch_bytes else sum(sizes)
         return need + max(0, journal + 200 * len(sizes) - self._journal.size())
 
-    def _apply_in_place(self, plan: Plan, directory_of: Callable[[Manifest], Path]) -> None:
+    def _apply_in_place(self, plan: Plan, directory_of: Callable[[Source], Path]) -> None:
         held, base = self._base_of(plan)
         checkpoint, data = self._checkpoint, self._data
         assert checkpoint is not None
@@ -283,7 +283,7 @@ class HostCheckpoint:
         if batch:
             yield batch
 
-    def _apply_full(self, plan: Plan, full: Manifest, directory_of: Callable[[Manifest], Path]) -> None:
+    def _apply_full(self, plan: Plan, full: Source, directory_of: Callable[[Source], Path]) -> None:
         names = [file.name for file in full.representation.files]
         with self._new_data() as data:
             copy_files(self.files, directory_of(full), data, names)
@@ -309,7 +309,7 @@ class HostCheckpoint:
                 self.files.sync(data / file)
             self._adopt(checkpoint, deltas.final, plan.target)
 
-    def _check_full(self, full: Manifest, table: dict[str, TensorInfo]) -> None:
+    def _check_full(self, full: Source, table: dict[str, TensorInfo]) -> None:
         if self._checkpoint is not None:
             layout = {n: TensorInfo(r.dtype, r.shape, "") for n, r in self._checkpoint.tensors.items()}
             difference = layout_difference(layout, table)
@@ -321,7 +321,7 @@ class HostCheckpoint:
                 full.digest(), f"{full.version}: its files hold state {state}, not {full.state}"
             )
 
-    def _check_fetched(self, source: Manifest, directory: Path) -> None:
+    def _check_fetched(self, source: Source, directory: Path) -> None:
         for file in source.representation.files:
             path = directory / file.name
             if not self.files.exists(path) or self.files.size(path) != file.size:

@@ -124,6 +124,18 @@ class Representation:
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {"kind": self.kind, "files": [f.to_json() for f in self.files]}
+        if self.kind == "delta":
+            value |= {
+                "base": self.base,
+                "encoding": self.encoding,
+                "changed": {name: list(pair) for name, pair in self.changed.items()},
+            }
+        if self.kind == "boot":
+            value["source"] = self.source
+        return value
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -176,19 +188,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest's bytes; equal manifests have equal bytes."""
-        r = self.representation
-        representation: dict[str, Any] = {"kind": r.kind, "files": [f.to_json() for f in r.files]}
-        if r.kind == "delta":
-            representation |= {
-                "base": r.base,
-                "encoding": r.encoding,
-                "changed": {name: list(pair) for name, pair in r.changed.items()},
-            }
-        if r.kind == "boot":
-            representation["source"] = r.source
         return canonical_json({
             "format": MANIFEST_FORMAT, "run": self.run, "number": self.number, "epoch": self.epoch,
-            "state": self.state, "representation": representation,
+            "state": self.state, "representation": self.representation.to_json(),
             "history": [row.to_json() for row in self.history],
             "boot": self.boot and self.boot.to_json(), "floor": self.floor and self.floor.to_json(),
             "step": self.step, "time": self.time, "producer": dict(self.producer),
@@ -211,7 +213,7 @@ class Manifest:
         numbers = [number, *(row.number for row in rows)]
         if any(later <= earlier for later, earlier in itertools.pairwise(numbers)):
             raise FormatError(f"{where}: history must go down from version {number}, it goes {numbers}")
-        representation = _representation(value.get("representation"), where)
+        representation = read_representation(value.get("representation"), where)
         if (representation.kind == "boot") != (number == 0) or (number == 0) != (not rows):
             raise FormatError(f"{where}: version 0, and only it, is the boot version without a history")
         boot, floor = (
@@ -264,7 +266,8 @@ def read_document(data: bytes, format: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _representation(value: Any, where: str) -> Representation:
+def read_representation(value: Any, where: str) -> Representation:
+    """Check a representation in its JSON form; FormatError names ``where`` and the field."""
     where = f"{where}: representation"
     if not isinstance(value, dict) or value.get("kind") not in ("boot", "full", "delta"):
         raise FormatError(f"{where}: kind must be boot, full or delta")

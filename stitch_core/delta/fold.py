@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..manifest import Manifest
+from ..lineage import Source, Undo
 from ..ports import Buffer, Files
 from ..safetensors import ByteArray, CheckpointError, as_bytes
 from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
@@ -35,7 +35,7 @@ class CopyDamaged(Exception):
 class _Step:
     """What one delta does to one tensor."""
 
-    delta: Manifest
+    delta: Source
     directory: DeltaDirectory
     old: str
     new: str
@@ -50,8 +50,8 @@ class PlanDeltas:
     def __init__(
         self,
         base: TensorTable,
-        deltas: Sequence[Manifest],
-        directory_of: Callable[[Manifest], Path],
+        deltas: Sequence[Source],
+        directory_of: Callable[[Source], Path],
         files: Files,
     ) -> None:
         self.final = dict(base)
@@ -96,7 +96,7 @@ class PlanDeltas:
         return new
 
 
-def reconstruct_base(table: TensorTable, deltas: Sequence[Manifest]) -> dict[str, TensorInfo]:
+def reconstruct_base(table: TensorTable, deltas: Sequence[Source]) -> dict[str, TensorInfo]:
     """The table that ``deltas`` start from, given one in which any of them may have been applied already."""
     first: dict[str, str] = {}
     for delta in deltas:
@@ -109,7 +109,7 @@ def _encoding(step: _Step) -> str:
     return step.directory.index.encoding or ""
 
 
-def _open(delta: Manifest, path: Path, files: Files) -> DeltaDirectory:
+def _open(delta: Source, path: Path, files: Files) -> DeltaDirectory:
     try:
         directory = DeltaDirectory.open(path, files)
     except (CheckpointError, DeltaError) as error:
@@ -119,7 +119,9 @@ def _open(delta: Manifest, path: Path, files: Files) -> DeltaDirectory:
         raise _invalid(
             delta, f"its index says {directory.index.encoding}, its manifest {representation.encoding}"
         )
-    changed: Mapping[str, tuple[str, str]] = representation.changed
+    # What a shard says of the new bytes holds for the way forward.
+    forward = delta.source if isinstance(delta, Undo) else delta
+    changed: Mapping[str, tuple[str, str]] = forward.representation.changed
     for name in sorted(directory.payloads.keys() | changed.keys()):
         if name not in changed:
             raise _invalid(
@@ -154,5 +156,5 @@ def _find_fault(name: str, old: Buffer, steps: Sequence[_Step]) -> None:
             raise _invalid(step.delta, f"{where} becomes {digest}, the manifest says {step.new}")
 
 
-def _invalid(manifest: Manifest, message: str) -> RepresentationInvalid:
-    return RepresentationInvalid(manifest.digest(), f"{manifest.version}: {message}")
+def _invalid(source: Source, message: str) -> RepresentationInvalid:
+    return RepresentationInvalid(source.digest(), f"{source.version}: {message}")

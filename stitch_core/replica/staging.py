@@ -14,7 +14,7 @@ from typing import Protocol
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint, CheckpointError
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
-from ..lineage import NoPlan, Plan, cheapest_plan
+from ..lineage import NoPlan, Plan, Source, cheapest_plan
 from ..manifest import Manifest
 from ..ports import Clock, Files, RunBlocking, Store
 from ..state import TensorTable, state_digest
@@ -162,7 +162,7 @@ class Stager:
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()
 
-    async def _fetch(self, source: Manifest) -> Path:
+    async def _fetch(self, source: Source) -> Path:
         """The files of one manifest, verified, in a directory of their own."""
         directory = self.host.root / "fetch" / source.digest().removeprefix("sha256:")[:24]
         await self._run_blocking(self._files.make_dirs, directory)
