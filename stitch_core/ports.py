@@ -144,6 +144,10 @@ class Conflict(StoreError):
     """A conditional write met another object than it expected."""
 
 
+class WriteRefused(StoreError):
+    """Nothing was written, and another try will not help: read-only, full, or not permitted."""
+
+
 class Unavailable(StoreError):
     """No answer, or a failure. For a write the outcome is UNKNOWN: it may have landed, or land later."""
 
@@ -188,7 +192,13 @@ class FileSource:
 class Capabilities:
     """What a store can do.
 
-    ``conditional_writes``: of any number of writers that meet at one ``create`` or ``swap``, one wins.
+    ``conditional_writes``: of any number of writers that meet at one ``create`` or ``swap``, one wins. For
+    ``create`` and ``swap`` of heads, channels and pins that may rest on a lock service. A store without it
+    still reads, compares and then writes, so that writers who come one after the other are told, but two
+    that meet may both be told that they won, and the later one's bytes stay. Such a store must let every
+    reader see one of the two, whole, ``visible_after`` seconds later, and the same one from then on: by
+    reading back then, a writer whose bytes carry a nonce finds out that it lost. The publisher does so, and
+    claims a run there only for a caller who vouches that it writes alone.
     ``visible_after``: seconds until a finished write is seen by every reader.
     ``digests``: the store is a DigestingStore.
     """
@@ -233,7 +243,7 @@ class Store(Protocol):
     async def swap(self, key: str, expected: str | None, data: bytes) -> str:
         """Compare-and-swap: replaces the object with tag ``expected`` (None: no object); the new tag.
 
-        Raises Conflict, and then nothing was written.
+        Raises Conflict, and then nothing was written. See ``Capabilities`` for stores that cannot.
         """
         ...
 

@@ -37,6 +37,7 @@ from .ports import (
     Store,
     StoreError,
     Unavailable,
+    WriteRefused,
 )
 from .retry import Retry, retrying
 from .stores.transfer import file_digest, upload, verify
@@ -108,14 +109,20 @@ class Publisher:
         retry: Retry | None = None,
         swap_deadline: float = 120.0,
         producer: Mapping[str, Any] | None = None,
+        alone: bool = False,
     ) -> None:
-        """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did."""
+        """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did.
+
+        ``alone``: the caller vouches that nobody else writes this run, which a store without conditional
+        writes (see Capabilities) needs.
+        """
         self.run = check_run_id(run)
         self._store, self._files, self._clock, self._rng, self._nonce = store, files, clock, rng, nonce
         self._run_blocking = run_blocking
         self._retry = retry or Retry()
         self._swap_deadline = swap_deadline
         self._producer = dict(producer or {})
+        self._alone = alone
         self._chain = ChainReader(store)
         self._claim: _Claim | None = None
         self._lost: PublishError | None = None
@@ -191,6 +198,11 @@ class Publisher:
 
     async def _until_claimed(self, take: Callable[[], Awaitable[_Claim | None]]) -> Manifest:
         self._claim, self._lost = None, None
+        if not (self._alone or self._store.capabilities.conditional_writes):
+            raise ClaimRefused(
+                f"run {self.run}: the store cannot compare and swap, so two trainers that claim at once may "
+                "both publish; claim it only where nothing else writes the run, and say so (alone=True)"
+            )
         for _ in range(CLAIM_ATTEMPTS):
             claim = await take()
             if claim is not None:
@@ -292,6 +304,8 @@ class Publisher:
             return _Claim(head, await self._swap(expected, head), manifest, base)
         except Conflict:
             return None
+        except WriteRefused as error:
+            raise ClaimRefused(f"run {self.run} cannot be claimed: {error}") from error
 
     # ----------------------------------------------------------------------------------------- publish
 
@@ -323,7 +337,7 @@ class Publisher:
             manifest = await self._upload(payload, number, claim)
             await self._create(run_prefix(self.run) + manifest.key, _readable(manifest))
         except (StoreError, OSError, FormatError) as error:
-            raise PublishError(f"version {number} of run {self.run} was not published: {error}") from error
+            raise self._not_published(number, error) from error
         await self._move(claim, manifest)
         return manifest
 
@@ -334,6 +348,8 @@ class Publisher:
             self._claim = replace(claim, head=head, tag=await self._swap(claim.tag, head), manifest=manifest)
         except Conflict:
             await self._fence(manifest)
+        except WriteRefused as error:
+            raise self._not_published(manifest.number, error) from error
         except OutcomeUnknown as unknown:
             self._lost = unknown
             raise
@@ -357,6 +373,9 @@ class Publisher:
         )
         if landed is None:
             raise self._lost
+
+    def _not_published(self, number: int, why: Exception) -> PublishError:
+        return PublishError(f"version {number} of run {self.run} was not published: {why}")
 
     def _unknown(self, number: int, why: str) -> OutcomeUnknown:
         return OutcomeUnknown(
@@ -454,7 +473,8 @@ class Publisher:
         """Repeat the identical bytes under the same condition until the store says what became of them.
 
         Seeing the old head would prove nothing, since a lost write may still land. Raises Conflict when
-        another head is there, OutcomeUnknown after ``swap_deadline`` seconds.
+        another head is there, WriteRefused when nothing was written nor will be, OutcomeUnknown after
+        ``swap_deadline`` seconds.
         """
         data = head.encode()
         deadline = self._clock.monotonic() + self._swap_deadline
@@ -471,13 +491,19 @@ class Publisher:
                     raise self._unknown(head.number, str(error)) from error
                 await asyncio.sleep(pause)
             except StoreError as error:
+                if isinstance(error, WriteRefused) and attempt == 0:
+                    raise  # nothing of it is under way
                 raise self._unknown(head.number, str(error)) from error
 
     async def _swap_once(self, expected: str | None, data: bytes) -> str:
         """Conflict only when the head is neither ``expected`` nor ``data``."""
         key = head_key(self.run)
         try:
-            return await self._store.swap(key, expected, data)
+            tag = await self._store.swap(key, expected, data)
+            if self._store.capabilities.conditional_writes:
+                return tag
+            await asyncio.sleep(self._store.capabilities.visible_after)
+            raise Conflict(f"{key}: other writers cannot be ruled out before it is read back")
         except Conflict:
             found = await self._store.load(key)
             if found.data != data:

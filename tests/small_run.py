@@ -75,12 +75,14 @@ class Trainer:
     def version0(self) -> Boot:
         return Boot("boot", self.state)
 
-    def publisher(self, store: Store, *, retry: Retry = NO_RETRY, deadline: float = 0.0) -> Publisher:
+    def publisher(
+        self, store: Store, *, retry: Retry = NO_RETRY, deadline: float = 0.0, alone: bool = False
+    ) -> Publisher:
         """A new process of this trainer; by default it tries everything once."""
         return Publisher(
             store, self.run, files=FILES, clock=SystemClock(), rng=random.Random(0),
             nonce=lambda: f"nonce-{next(self._counter)}-{id(self):x}", run_blocking=inline, retry=retry,
-            swap_deadline=deadline,
+            swap_deadline=deadline, alone=alone,
         )  # fmt: skip
 
     def learn(self, *names: str) -> Tensors:

@@ -12,7 +12,7 @@ import pytest
 from stitch_core.chain import ChainReader
 from stitch_core.head import Head, head_key
 from stitch_core.manifest import Manifest, Representation, run_prefix
-from stitch_core.ports import Conflict, Store, StoreError, Unavailable
+from stitch_core.ports import Capabilities, Conflict, Store, StoreError, Unavailable, WriteRefused
 from stitch_core.publisher import (
     Boot,
     ClaimRefused,
@@ -544,6 +544,97 @@ async def test_a_store_that_will_not_swap_at_all(trainer: Trainer) -> None:
     faulty.fail = lambda index, name, key: StoreError("access denied") if name == "swap" else None
     with pytest.raises(OutcomeUnknown, match="access denied"):
         await trainer.publish(publisher)
+
+
+async def test_a_store_that_refuses_a_write_is_told_at_once_and_the_claim_holds(trainer: Trainer) -> None:
+    faulty = FaultyStore(MemoryStore())
+    publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=120.0)
+    await publisher.claim(trainer.version0)
+    for refused in ("create", "swap"):
+        faulty.fail = lambda index, name, key, what=refused: (  # type: ignore[misc]
+            WriteRefused("head cannot be written (EROFS)") if name == what else None
+        )
+        calls = len(faulty.calls)
+        with pytest.raises(
+            PublishError, match=r"was not published: head cannot be written \(EROFS\)"
+        ) as error:
+            await trainer.publish(publisher)
+        assert type(error.value) is PublishError
+        assert [name for name, _ in faulty.calls[calls:]].count(refused) <= 2  # the payload's two files
+    with pytest.raises(ClaimRefused, match="run r cannot be claimed: head cannot be written"):
+        await trainer.publisher(faulty).claim(trainer.version0)
+    faulty.fail = lambda *_: None
+    assert (await trainer.publish(publisher)).number == 3
+    await rebuild_all(faulty.store, trainer, trainer.root / "host")
+
+
+async def test_a_refusal_after_a_swap_that_may_yet_land_is_an_unknown_outcome(trainer: Trainer) -> None:
+    faulty = FaultyStore(MemoryStore())
+    publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=120.0)
+    await publisher.claim(trainer.version0)
+    swaps: list[int] = []
+
+    def fail(index: int, name: str, key: str) -> str | Exception | None:
+        if name != "swap":
+            return None
+        swaps.append(index)
+        return "late" if len(swaps) == 1 else WriteRefused("read-only by now")
+
+    faulty.fail = fail
+    with pytest.raises(OutcomeUnknown, match="read-only by now"):
+        await trainer.publish(publisher)
+
+
+# ---------------------------------------------------------------------- stores that cannot compare and swap
+
+
+class WeakStore(FaultyStore):
+    """It reads, compares and then writes: two that meet both hear that they won, the later write stays."""
+
+    capabilities = Capabilities(conditional_writes=False, visible_after=0.01)  # type: ignore[assignment]
+    meeting: asyncio.Barrier | None = None
+
+    async def swap(self, key: str, expected: str | None, data: bytes) -> str:
+        assert isinstance(self.store, MemoryStore)
+        found = self.store.state.objects.get(key)
+        tag = None if found is None else (await self.store.load(key)).tag
+        if tag != expected:
+            raise Conflict(f"{key} is not as it was read")
+        if self.meeting is not None:
+            meeting, self.meeting = self.meeting, None
+            await meeting.wait()
+        await self.store.replace(key, data)
+        return (await self.store.load(key)).tag
+
+
+async def test_a_store_that_cannot_swap_needs_a_caller_who_is_alone(trainer: Trainer) -> None:
+    store = MemoryStore()
+    with pytest.raises(ClaimRefused, match="two trainers that claim at once may both publish"):
+        await trainer.publisher(WeakStore(store)).claim(trainer.version0)
+    assert store.state.objects == {}
+    publisher = trainer.publisher(WeakStore(store), alone=True)
+    await publisher.claim(trainer.version0)
+    await trainer.publish(publisher)
+    assert (await trainer.publish(publisher)).number == 2
+    await rebuild_all(store, trainer, trainer.root / "host")
+
+
+async def test_c07_on_a_store_that_cannot_swap_the_second_writer_is_found_out(trainer: Trainer) -> None:
+    """Two claims meet between compare and write: one of them is told, by reading back."""
+    store = MemoryStore()
+    await trainer.publisher(WeakStore(store), alone=True).claim(trainer.version0)
+    meeting = asyncio.Barrier(2)
+    publishers = []
+    for _ in range(2):
+        weak = WeakStore(store)
+        weak.meeting = meeting
+        publishers.append(trainer.publisher(weak, alone=True))
+    await asyncio.gather(*(publisher.claim(trainer.version0) for publisher in publishers))
+    loser, winner = sorted(publishers, key=lambda publisher: publisher.epoch)
+    assert (loser.epoch, winner.epoch) == (2, 3)
+    with pytest.raises(Fenced):
+        await trainer.publish(loser)
+    assert (await trainer.publish(winner)).number == 1
 
 
 # ---------------------------------------------------------------------------------------- several writers

@@ -40,6 +40,7 @@ from ..ports import (
     StoreError,
     SystemClock,
     Unavailable,
+    WriteRefused,
 )
 from ..threads import Threads
 from . import BadUrl
@@ -55,6 +56,9 @@ logger = logging.getLogger("stitch")
 PRIVATE = ".stitch"
 STALE_AFTER = 24 * 3600.0
 """Seconds after which a temporary file is taken for the leftover of a process that died."""
+
+REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What comes at once and leaves nothing, when it comes before an object is in its place."""
 
 _LOCKS = 64  # a fixed number, so that deleted keys leave no lock files behind
 
@@ -142,7 +146,7 @@ class LocalStore:
                 lock = contextlib.nullcontext() if self._links() else self._locked(path)
                 with lock, contextlib.suppress(FileExistsError):
                     self._place_new(temporary, path)
-                    self._sync_directory(path.parent)
+                    self._landed(path)
                     return
         # The other creator may have died before its sync, and the caller may take its bytes for durable.
         self._files.size(path)
@@ -163,7 +167,7 @@ class LocalStore:
                     (self._place_new if current is None else self._rename)(temporary, path)
                 except FileExistsError:
                     raise Conflict(f"{path} was created meanwhile") from None
-            self._sync_directory(path.parent)
+            self._landed(path)
         return _tag(data)
 
     def _replace(self, path: Path, data: bytes) -> None:
@@ -171,7 +175,7 @@ class LocalStore:
         with self._locked(path):
             with self._temporary(data) as temporary:
                 self._rename(temporary, path)
-            self._sync_directory(path.parent)
+            self._landed(path)
 
     def _delete(self, path: Path) -> None:
         if not self._files.exists(path):
@@ -179,7 +183,7 @@ class LocalStore:
             return
         with self._locked(path), contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._files.remove(path)
-            self._sync_directory(path.parent)
+            self._landed(path)
 
     # ------------------------------------------------------------------------------------------ identity
 
@@ -247,6 +251,13 @@ class LocalStore:
                 f"files cannot be renamed in {self.root} ({error_text(error)}), which a store needs: use "
                 "another directory, or a store of another kind"
             ) from error
+
+    def _landed(self, path: Path) -> None:
+        """The object is in its place: whatever goes wrong from here on, it may be seen."""
+        try:
+            self._sync_directory(path.parent)
+        except OSError as error:
+            raise _unavailable(path, error) from error
 
     def _sync_directory(self, path: Path) -> None:
         try:
@@ -341,6 +352,9 @@ class LocalStore:
             if isinstance(error, FileNotFoundError):
                 self._durable.clear()  # somebody removed directories: the next try makes them again
                 self._check_identity()
+            if error.errno in REFUSED:
+                where = error.filename or path
+                raise WriteRefused(f"{where} cannot be written ({error_text(error)})") from error
             raise _unavailable(path, error) from error
 
     def _translate_read(self, operation: Callable[..., T], path: Path, *args: Any) -> T:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ports import Files, StoreError
+from ..ports import Files, WriteRefused
 
 
-class Unsupported(StoreError):
+class Unsupported(WriteRefused):
     """The directory cannot do what a store needs. Another try will not help."""
 
 

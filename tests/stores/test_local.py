@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 from stitch_core.files import PosixFiles
-from stitch_core.ports import Conflict, FileSource, NoStore, NotFound, StoreError, SystemClock, Unavailable
+from stitch_core.ports import (
+    Conflict,
+    FileSource,
+    NoStore,
+    NotFound,
+    StoreError,
+    SystemClock,
+    Unavailable,
+    WriteRefused,
+)
 from stitch_core.stores.keys import BadKey
-from stitch_core.stores.local import STALE_AFTER, LocalStore
+from stitch_core.stores.local import STALE_AFTER, LocalStore, _tag
 
 CHANGES = ("write_new", "write_at", "sync", "rename", "link", "make_dirs", "remove", "lock")
 
@@ -160,7 +169,7 @@ async def test_an_object_that_is_met_is_durable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE, errno.EROFS, errno.EXDEV]
 )
-async def test_operating_system_errors_are_unavailable(code: int, tmp_path: Path) -> None:
+async def test_operating_system_errors_are_unavailable_or_a_refusal(code: int, tmp_path: Path) -> None:
     class Failing(PosixFiles):
         def read(self, path: Path, offset: int = 0, length: int | None = None) -> bytes:
             raise OSError(code, os.strerror(code), str(path))
@@ -170,8 +179,15 @@ async def test_operating_system_errors_are_unavailable(code: int, tmp_path: Path
 
     await local(tmp_path).create("a/k", b"data")
     store = local(tmp_path, Failing())
-    for call in (store.load("a/k"), store.read("a/k"), store.create("a/new", b""), store.replace("a/k", b"")):
-        with pytest.raises(Unavailable) as error:
+    refused = Unavailable if code in (errno.EIO, errno.ESTALE, errno.EXDEV) else WriteRefused
+    for call, kind in (
+        (store.load("a/k"), Unavailable),
+        (store.read("a/k"), Unavailable),
+        (store.create("a/new", b""), refused),
+        (store.replace("a/k", b""), refused),
+        (store.swap("a/k", _tag(b"data"), b""), refused),
+    ):
+        with pytest.raises(kind) as error:
             await call
         assert str(tmp_path) in str(error.value)
         assert errno.errorcode[code] in str(error.value)
@@ -187,10 +203,38 @@ async def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     store = local(tmp_path, Full())
-    with pytest.raises(Unavailable, match="ENOSPC"):
+    with pytest.raises(WriteRefused, match="ENOSPC"):
         await store.create("k", b"data")
     assert await store.list("") == []
     assert os.listdir(tmp_path / ".stitch" / "tmp") == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+async def test_what_fails_once_the_object_is_in_its_place_is_an_unknown_outcome(
+    code: int, tmp_path: Path
+) -> None:
+    """Others see it already, although nothing says that it is durable."""
+
+    class Failing(PosixFiles):
+        armed = False
+
+        def sync(self, path: Path) -> None:
+            if self.armed and path.name == "a":
+                raise OSError(code, os.strerror(code), str(path))
+            super().sync(path)
+
+    files = Failing()
+    store = local(tmp_path, files)
+    await store.create("a/k", b"data")
+    files.armed = True
+    for key, call in (
+        ("a/new", store.create("a/new", b"new")),
+        ("a/k", store.swap("a/k", _tag(b"data"), b"new")),
+        ("a/k", store.replace("a/k", b"new")),
+    ):
+        with pytest.raises(Unavailable, match=errno.errorcode[code]):
+            await call
+        assert await store.read(key) == b"new"
 
 
 async def test_a_held_lock_is_waited_for_and_given_up(tmp_path: Path) -> None:

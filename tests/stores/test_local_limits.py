@@ -12,7 +12,7 @@ import pytest
 
 from stitch_core.chain import ChainReader, NoHead
 from stitch_core.files import PosixFiles
-from stitch_core.ports import AlreadyExists, NoStore, NotFound, StoreError, Unavailable
+from stitch_core.ports import AlreadyExists, NoStore, NotFound, StoreError, Unavailable, WriteRefused
 from stitch_core.stores.identity import Identity
 from stitch_core.stores.local import LocalStore
 from stitch_core.stores.probe import Unsupported, probe
@@ -315,7 +315,7 @@ async def test_a_real_small_filesystem(mounted: Path) -> None:
     with pytest.raises(AlreadyExists):
         await store.create("runs/r/k", b"data")
     # Full: said, nothing half is left, and what was there is as it was.
-    with pytest.raises(Unavailable, match="ENOSPC"):
+    with pytest.raises(WriteRefused, match="ENOSPC"):
         await store.create("runs/r/big", bytes(3 * 2**20))
     assert [entry.key for entry in await store.list("")] == ["runs/r/head", "runs/r/k"]
     await store.swap("runs/r/head", tag, b"2")
