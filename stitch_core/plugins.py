@@ -10,6 +10,7 @@ OURS: dict[str, dict[str, str]] = {
     "stitch.stores": {
         "file": "stitch_core.stores.local:open_url",
         "memory": "stitch_core.stores.memory:open_url",
+        "s3": "stitch_s3.store:open_url",
     },
     "stitch.engines": {"embedded": "stitch_embedded.replica:open_engine"},
     "stitch.pools": {
@@ -24,7 +25,7 @@ OURS: dict[str, dict[str, str]] = {
 
 # The extra that brings a name, where it is not the name itself.
 EXTRAS = {"static": "gateway", "store": "gateway", "prove": "embedded"}
-ELSEWHERE = {"stitch.stores": ("s3", "modal")}
+ELSEWHERE = {"stitch.stores": ("modal",)}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 
 

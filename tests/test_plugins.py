@@ -41,7 +41,7 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def test_a_clone_that_was_never_installed(registered: list[EntryPoint]) -> None:
-    assert names("stitch.stores") == ["file", "memory"]
+    assert names("stitch.stores") == sorted(OURS["stitch.stores"])
     assert load("stitch.stores", "memory") is open_url
     assert names("stitch.unheard-of") == []
 
@@ -49,15 +49,18 @@ def test_a_clone_that_was_never_installed(registered: list[EntryPoint]) -> None:
 def test_an_installed_plugin_comes_first(registered: list[EntryPoint]) -> None:
     registered.append(EntryPoint("mine", "stitch_core.stores.memory:MemoryStore", "stitch.stores"))
     registered.append(EntryPoint("file", "stitch_core.stores.memory:open_url", "stitch.stores"))
-    assert names("stitch.stores") == ["file", "memory", "mine"]
+    assert names("stitch.stores") == sorted([*OURS["stitch.stores"], "mine"])
     assert load("stitch.stores", "file") is open_url
 
 
-def test_what_is_not_there_says_what_is(registered: list[EntryPoint]) -> None:
+def test_what_is_not_there_says_what_is(
+    registered: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plugins.ELSEWHERE, "stitch.stores", ("tape",))
     with pytest.raises(PluginMissing, match=r"there is no engine 'vllm' here \(known: embedded\)\Z"):
         load("stitch.engines", "vllm")
-    with pytest.raises(PluginMissing, match=r"no store 's3' here .*; it comes with 'stitch-rl\[s3\]'"):
-        load("stitch.stores", "s3")
+    with pytest.raises(PluginMissing, match=r"no store 'tape' here .*; it comes with 'stitch-rl\[tape\]'"):
+        load("stitch.stores", "tape")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What a failure of boto3 means for a caller of a store.
+
+Statuses and codes as https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from stitch_core.ports import NotFound, StoreError, Unavailable
+from stitch_core.stores.keys import BadKey
+
+
+class Refused(StoreError):
+    """The server or the account refuses, and will again. The message says what to do."""
+
+
+class Damaged(Unavailable):
+    """What arrived is not what was sent, says the server; it kept nothing."""
+
+
+BUSY = {
+    "ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable",
+    "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+    "OperationTimedOut", "NoSuchUpload",
+}  # fmt: skip
+DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "InvalidDigest",
+           "IncompleteBody"}  # fmt: skip
+
+KEYS_HINT = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile with ?profile=, or give a role and a "
+    "web identity token"
+)
+HINTS = {
+    "AccessDenied": "these credentials may not do this: allow s3:GetObject, s3:PutObject, s3:DeleteObject, "
+                    "s3:ListBucket and s3:AbortMultipartUpload on the bucket and its objects",
+    "ExpiredToken": "the credentials have expired: renew them and start again, or use a role and a web "
+                    "identity token, which are renewed by themselves",
+    "InvalidAccessKeyId": "the server does not know this access key: " + KEYS_HINT,
+    "SignatureDoesNotMatch": "the secret key does not fit: see AWS_SECRET_ACCESS_KEY or the profile",
+    "RequestTimeTooSkewed": "this machine's clock is off by more than 15 minutes: set it right",
+    "NoSuchBucket": "there is no such bucket there: create it, or check its name and ?endpoint=",
+    "PermanentRedirect": "the bucket is in another region: say which with ?region=",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: say which with ?region=",
+    "IllegalLocationConstraintException": "the bucket is in another region: say which with ?region=",
+    "NotImplemented": "the server has no conditional writes or no checksums: a store needs both",
+    "EntityTooLarge": "the object is larger than the server takes",
+    "InvalidIdentityToken": "the web identity token is not accepted: see the trust policy of the role",
+}  # fmt: skip
+ALIASES = {
+    "ExpiredTokenException": "ExpiredToken", "TokenRefreshRequired": "ExpiredToken",
+    "AccountProblem": "AccessDenied", "AllAccessDisabled": "AccessDenied", "Forbidden": "AccessDenied",
+    "403": "AccessDenied", "401": "InvalidAccessKeyId", "InvalidToken": "InvalidAccessKeyId",
+    "UnrecognizedClientException": "InvalidAccessKeyId", "301": "PermanentRedirect", "501": "NotImplemented",
+}  # fmt: skip
+
+# What a server quotes of the request: a key id, or anything that long and random.
+_SECRET = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b|[A-Za-z0-9+/=_-]{32,}")
+
+
+def status_of(error: Any) -> int:
+    """The HTTP status of a botocore ClientError."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def code_of(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def translate(error: Exception, what: str) -> StoreError | None:
+    """The store's error for one of boto3, botocore or the connection below them; None for anything else.
+
+    A failed precondition is the caller's to catch before. Never quotes what could be a secret.
+    """
+    from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, boto.ClientError):
+        return _answered(error, what)
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+        return Refused(f"{what}: there are no credentials: {KEYS_HINT}")
+    if isinstance(error, boto.ProfileNotFound | boto.ConfigNotFound | boto.ConfigParseError):
+        return Refused(f"{what}: {type(error).__name__}: check ?profile= and the files in ~/.aws")
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return Refused(f"{what}: the server's certificate is not trusted: set AWS_CA_BUNDLE")
+    if isinstance(error, boto.ParamValidationError | boto.UnknownServiceError):
+        return Refused(f"{what}: {type(error).__name__}: {_clean(str(error))}")
+    if isinstance(error, boto.TokenRetrievalError | boto.UnauthorizedSSOTokenError | boto.SSOTokenLoadError):
+        return Refused(f"{what}: the single sign-on has ended: run `aws sso login`")
+    if not isinstance(error, boto.BotoCoreError | ResponseParserError | HTTPError | OSError):
+        return None
+    # The rest is the way to the server: timeouts, resets, answers cut short, XML that ends too early.
+    return Unavailable(f"{what}: {type(error).__name__}: {_clean(str(error))}")
+
+
+def _answered(error: Any, what: str) -> StoreError:
+    status, code = status_of(error), code_of(error)
+    code = ALIASES.get(code, code)
+    said = _clean(str(error.response.get("Error", {}).get("Message", "")))
+    text = f"{what}: {status} {code}" + (f" ({said})" if said and said != code else "")
+    if code in DAMAGED:
+        return Damaged(f"{text}: the bytes were damaged on the way")
+    if code in BUSY or status in (408, 409, 429) or (status >= 500 and code != "NotImplemented"):
+        return Unavailable(text)
+    if code == "NoSuchBucket":
+        return Refused(f"{text}: {HINTS[code]}")
+    if status == 404:
+        return NotFound(f"{what}: no such object")
+    if code == "KeyTooLongError":
+        return BadKey(text)
+    hint = HINTS.get(code) or {403: HINTS["AccessDenied"], 401: HINTS["InvalidAccessKeyId"]}.get(status)
+    return Refused(f"{text}: {hint}" if hint else text)
+
+
+def _clean(text: str) -> str:
+    return _SECRET.sub("***", text)[:300]

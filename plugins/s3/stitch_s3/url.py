@@ -1,0 +1,90 @@
+"""What ``s3://bucket/prefix?endpoint=...`` says. No message repeats a part of it that could be a secret."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from stitch_core.stores import BadUrl
+from stitch_core.stores.keys import is_key
+
+MAX_PREFIX = 200
+"""Characters; with the 800 of a key below S3's 1,024 bytes."""
+
+OPTIONS = ("endpoint", "region", "profile", "addressing", "role", "token_env", "readback")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}\Z")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the objects are and how to get there. ``prefix`` is empty or ends with '/'.
+
+    ``addressing``: ``path`` or ``virtual`` (the bucket in the host name); None: path at a custom endpoint.
+    ``role`` is assumed with the web identity token in the variable ``token_env``. ``readback`` ``bytes``:
+    what was written is read back whole even where the server tells the digest that it found.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing: str | None = None
+    role: str | None = None
+    token_env: str | None = None
+    readback: str = "digest"
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+def parse_url(url: str) -> Location:
+    """The location that a URL names. Raises BadUrl."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise BadUrl(
+            "an s3: URL holds no keys: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile "
+            "with ?profile="
+        )
+    if not _BUCKET.match(parts.netloc):
+        raise BadUrl(f"{parts.netloc!r} is not a bucket: write s3://bucket/prefix")
+    if parts.fragment:
+        raise BadUrl(f"s3://{parts.netloc}: there is a '#' in the URL, which no prefix may have")
+    prefix = parts.path.strip("/")
+    if prefix and (not is_key(prefix) or len(prefix) > MAX_PREFIX):
+        raise BadUrl(
+            f"{prefix!r} is not a prefix: parts of A-Z a-z 0-9 . _ - ~ joined by single '/', none starting "
+            f"with '.', {MAX_PREFIX} characters in all"
+        )
+    return Location(parts.netloc, prefix + "/" if prefix else "", **_options(parts.query))
+
+
+def _options(query: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in OPTIONS:
+            raise BadUrl(f"{name[:40]!r} is no option of an s3: URL: there are {', '.join(OPTIONS)}")
+        if name in found or not value:
+            raise BadUrl(f"the option {name} of an s3: URL is given once, with a value")
+        found[name] = value
+    _check_endpoint(found.get("endpoint"))
+    for name, allowed in (("addressing", ("path", "virtual")), ("readback", ("digest", "bytes"))):
+        if found.get(name, allowed[0]) not in allowed:
+            raise BadUrl(f"{name}={found[name]!r}: it is {' or '.join(allowed)}")
+    if "token_env" in found and not _VARIABLE.match(found["token_env"]):
+        raise BadUrl("token_env is the name of an environment variable, not what is in it")
+    return found
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or "@" in parts.netloc:
+        raise BadUrl("the option endpoint is a URL such as https://objects.example.com:9000, without keys")
