@@ -88,21 +88,31 @@ def read_settings(args: Any, argv: Sequence[str] = ()) -> TrainerSettings:
 
 
 def dropped_flags(argv: Sequence[str], args: Any) -> list[str]:
-    """What is wrong with each ``--stitch-*`` flag that the framework's parser did not turn into a setting."""
+    """What is wrong with each ``--stitch-*`` flag that the framework's parser did not turn into a setting,
+    and with each other flag that names a function of ours, which no argument then has."""
     problems = []
-    for word in argv:
-        flag = word.partition("=")[0]
-        if not flag.startswith("--stitch"):
-            continue
-        key = flag.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
-        if key not in KEYS:
-            problems.append(f"{flag} is not a setting{_nearest(key, KEYS, '--stitch-')}")
-        elif not hasattr(args, PREFIX + key):
-            problems.append(
-                f"{flag} was dropped by the framework's parser: write it as {PREFIX}{key} in the YAML of "
-                "--custom-config-path"
-            )
+    held = {value for values in vars(args).values() for value in _texts(values)}
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        value = value if equals else after
+        if flag.startswith("--stitch"):
+            key = flag.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
+            if key not in KEYS:
+                problems.append(f"{flag} is not a setting{_nearest(key, KEYS, '--stitch-')}")
+            elif not hasattr(args, PREFIX + key):
+                problems.append(
+                    f"{flag} was dropped by the framework's parser: write it as {PREFIX}{key} in the YAML of "
+                    "--custom-config-path"
+                )
+        elif flag.startswith("--") and value.startswith(PREFIX) and "." in value and value not in held:
+            near = difflib.get_close_matches(flag.removeprefix("--").replace("-", "_"), vars(args), 1, 0.5)
+            hint = f", did you mean --{near[0].replace('_', '-')}?" if near else ""
+            problems.append(f"{flag} {value} was dropped by the framework's parser{hint}")
     return problems
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
 def _nearest(key: str, known: Iterable[str], prefix: str) -> str:

@@ -65,6 +65,28 @@ def test_flags_that_the_framework_dropped() -> None:
     assert read_settings(arguments(stitch_lag=2), ["--stitch-lag", "2"]).lag == 2
 
 
+def test_a_flag_that_names_a_function_of_ours_and_was_dropped() -> None:
+    args = arguments(
+        custom_megatron_init_path="stitch_slime.hooks.megatron_init",
+        rollout_sample_hook_path=["mine.hook", "stitch_slime.rollout.record_version"],
+        data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        custom_config_path="stitch.yaml",
+    )
+    fine = [
+        "--custom-megatron-init-path=stitch_slime.hooks.megatron_init",
+        "--custom-config-path",
+        "stitch.yaml",
+    ]
+    fine += ["--rollout-sample-hook-path", "stitch_slime.rollout.record_version"]
+    assert read_settings(args, fine).run == "r"
+    with pytest.raises(SettingsError) as caught:
+        read_settings(args, [*fine, "--data-sorce-path", "stitch_slime.data.StitchDataSource"])
+    assert str(caught.value) == (
+        "--data-sorce-path stitch_slime.data.StitchDataSource was dropped by the framework's parser, did you "
+        "mean --data-source-path?"
+    )
+
+
 def test_every_setting_is_a_flag_where_flags_can_be_added() -> None:
     assert set(HELP) == set(KEYS)
     parser = argparse.ArgumentParser()

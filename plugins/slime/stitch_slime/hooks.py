@@ -43,9 +43,13 @@ def launch_command() -> list[str]:
         from ray._private.state import jobs
 
         job = ray.get_runtime_context().get_job_id()
-        return next(shlex.split(entry["Entrypoint"]) for entry in jobs() if entry["JobID"] == job)
+        text = next(entry["Entrypoint"] for entry in jobs() if entry["JobID"] == job)
     except Exception:  # not public: whatever it may raise, training can start without
         return []
+    try:
+        return shlex.split(text)
+    except ValueError:  # a lone quotation mark in some word, which Ray writes as it is
+        return str(text).split()
 
 
 def _preflight(args: Any, rank: int) -> None:
