@@ -12,8 +12,6 @@ import contextlib
 import random
 import secrets
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from .checkpoint import Checkpoint
 from .delta.encoder import DeltaEncoder, EncodedDelta
 from .files import PosixFiles
 from .manifest import Manifest
+from .pipeline import Pipeline
 from .ports import Store, SystemClock
 from .publisher import Boot, Payload, Publisher, PublishError
 from .safetensors import Tensor
@@ -31,8 +30,6 @@ from .scratch import own_directory
 from .stores import open_store
 from .stores.bounded import BoundedStore
 from .threads import LoopThread
-
-OUTSTANDING = 2
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,6 @@ class PolicyPublisher:
         """See ``start``."""
         self._files, self._clock = PosixFiles(), SystemClock()
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files))
-        self._pending: deque[Future[Published]] = deque()
-        self._broken = threading.Event()
         self._turn = asyncio.Lock()
         self._store: Store | None = None
         self._held = contextlib.ExitStack()
@@ -79,7 +74,7 @@ class PolicyPublisher:
         except BaseException:
             self._end_thread()
             raise
-        self._published = self._encoded = self._publisher.head.number
+        self._pipeline: Pipeline[Published] = Pipeline(self._encoder, self._publisher.head.number)
         atexit.register(self._warn)
 
     @classmethod
@@ -117,15 +112,14 @@ class PolicyPublisher:
         """
         if self._loop.closed:
             raise PublishError("this publisher is closed")
-        if len(self._pending) >= OUTSTANDING and not wait([self._pending[0]], timeout).done:
-            raise TimeoutError(f"a publish is not done after {timeout:g} s: the store is too slow, or away")
+        self._pipeline.make_room(timeout)
         self._settle()
         number = self._loop.run(self._reserve())
         directory = self._work / f"delta-{number:06d}"
         try:
             self._files.remove_tree(directory)
             delta = self._encoder.encode(
-                tensors, directory, self._files, number=number, base_number=self._encoded
+                tensors, directory, self._files, number=number, base_number=self._pipeline.encoded
             )
         except BaseException:
             self._files.remove_tree(directory)
@@ -133,8 +127,7 @@ class PolicyPublisher:
         future: Future[Published] = Future()
         future.set_running_or_notify_cancel()  # a version that is half published cannot be called back
         self._loop.start(self._finish(future, delta, directory, number, step))
-        self._pending.append(future)
-        self._encoded = number
+        self._pipeline.queued(number, future)
         return future
 
     def flush(self, timeout: float = 600.0) -> None:
@@ -142,7 +135,7 @@ class PolicyPublisher:
 
         Raises the PublishError of a publish that failed since the last ``publish`` or ``flush``.
         """
-        outstanding = list(self._pending)
+        outstanding = self._pipeline.outstanding()
         late = wait(outstanding, timeout).not_done
         self._settle()
         for future in outstanding:
@@ -163,21 +156,12 @@ class PolicyPublisher:
             self._end_thread()
 
     def _settle(self) -> None:
-        """Tell the encoder how finished publishes ended, in their order."""
-        while self._pending and self._pending[0].done():
-            if self._pending[0].exception() is None:
-                self._published = self._pending.popleft().result().number
-                self._encoder.commit()
-                continue
-            # What was queued behind the failure was encoded on top of it and fails with it.
-            wait(self._pending)
-            self._pending.clear()
-            self._encoder.undo()
-            self._encoded = self._published
-            self._broken.clear()
+        """Tell the encoder how finished publishes ended, in their order. Their futures have the failures."""
+        while ended := self._pipeline.ended():
+            self._pipeline.settle(ended)
 
     def _warn(self) -> None:
-        lost = sum(not future.done() for future in self._pending)
+        lost = self._pipeline.unfinished
         if lost:
             print(
                 f"stitch: the process ends with {lost} versions of run {self._publisher.run} not published: "
@@ -227,14 +211,9 @@ class PolicyPublisher:
         )
         try:
             async with self._turn:
-                if self._broken.is_set():
-                    raise PublishError(f"version {number} was not published: the publish before it failed")
-                began = self._clock.monotonic()
-                try:
+                with self._pipeline.turn(number):
+                    began = self._clock.monotonic()
                     manifest = await self._publisher.publish(payload, number)
-                except BaseException:
-                    self._broken.set()  # before the next one gets its turn
-                    raise
                 return Published(manifest, delta, self._clock.monotonic() - began)
         finally:
             with contextlib.suppress(OSError):  # only room on a disk
