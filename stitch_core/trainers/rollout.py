@@ -29,20 +29,27 @@ class Unattributed(Exception):
 
 @dataclass
 class Episode:
-    """One sample's requests: who asks, and the reports of the answers so far."""
+    """One sample's requests: who asks, and the reports of the answers so far.
+
+    A generate function may make several samples of them (``samples``); each has all of the reports. Not so
+    where no sample is known (``shared``): the next one there has asked for itself.
+    """
 
     evaluation: bool = False
     session: str | None = None
+    shared: bool = False
     reports: list[dict[str, Any]] = field(default_factory=list)
+    told: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)
 
 
 evaluating: contextvars.ContextVar[bool] = contextvars.ContextVar("stitch_evaluating", default=False)
 _EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("stitch_episode", default=None)
 
 
-def begin_episode(evaluation: bool, session: str | None) -> Episode:
+def begin_episode(evaluation: bool, session: str | None, *, shared: bool = False) -> Episode:
     """Requests of this task, and of tasks that it starts, belong to the new episode from here on."""
-    episode = Episode(evaluation, session)
+    episode = Episode(evaluation, session, shared)
     _EPISODE.set(episode)
     return episode
 
@@ -70,7 +77,7 @@ class Demand:
                 return await post(url, payload, *args, **kwargs)
             episode = _EPISODE.get()
             if episode is None:
-                episode = begin_episode(evaluating.get(), None)
+                episode = begin_episode(evaluating.get(), None, shared=True)
             wanted = await asyncio.to_thread(self.constraint, episode.evaluation)
             if "weight_version" not in payload:
                 payload = {**payload, "weight_version": wanted.fields()}
@@ -138,12 +145,19 @@ def session_of(sample: Any) -> str | None:
 
 
 def record(sample: Any, episode: Episode) -> None:
-    """Write an episode's reports into a finished sample, and leave the episode empty.
+    """Write an episode's reports into a finished sample, each once.
 
     ``sample.metadata["stitch"]`` gets each answer's report; ``sample.weight_versions`` gets the start and end
     of an answer that the framework recorded under its oldest version alone.
     """
     reports, episode.reports = episode.reports, []
+    if reports:
+        episode.told, episode.samples = reports, [sample]
+    elif episode.shared or any(one is sample for one in episode.samples):
+        return
+    else:
+        reports = episode.told
+        episode.samples.append(sample)
     if not reports:
         return
     metadata = dict(sample.metadata or {})

@@ -11,6 +11,7 @@ from .rollout import Demand, begin_episode, evaluating, install, record, session
 from .settings import TrainerSettings, read_settings
 
 Generate = Callable[[Any, Any, dict[str, Any]], Awaitable[Any]]
+GenerateAndRm = Callable[..., Awaitable[Any]]
 
 
 class RolloutSide:
@@ -49,8 +50,25 @@ def recording(generate: Generate) -> Generate:
     async def stitch_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
         episode = begin_episode(evaluating.get(), session_of(sample))
         result = await generate(args, sample, sampling_params)
-        record(result, episode)
+        for one in result if isinstance(result, list) else [result]:
+            record(one, episode)
         return result
 
     stitch_generate.stitch_wraps = generate  # type: ignore[attr-defined]
     return stitch_generate
+
+
+def one_episode(generate_and_rm: GenerateAndRm) -> GenerateAndRm:
+    """The framework's ``generate_and_rm(args, sample, sampling_params, evaluation)``: what a user's own
+    generate function asks, in tasks of its own too, then belongs to the sample."""
+    if hasattr(generate_and_rm, "stitch_wraps"):
+        return generate_and_rm
+
+    async def stitch_generate_and_rm(
+        args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
+    ) -> Any:
+        begin_episode(evaluation, session_of(sample))
+        return await generate_and_rm(args, sample, sampling_params, evaluation=evaluation)
+
+    stitch_generate_and_rm.stitch_wraps = generate_and_rm  # type: ignore[attr-defined]
+    return stitch_generate_and_rm

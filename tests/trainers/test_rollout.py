@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stitch_core.trainers.rollout import Demand, Unattributed, attributed, current_episode, install, record
-from stitch_core.trainers.rollout_side import recording
+from stitch_core.trainers.rollout_side import one_episode, recording
 from stitch_core.trainers.settings import TrainerSettings
 
 URL = "http://gw:1/generate"
@@ -135,5 +135,44 @@ def test_a_hook_in_the_same_task_finds_what_a_users_own_function_asked(framework
         return made
 
     assert asyncio.run(generate_then_hook()).metadata["stitch"][0]["end"] == 8
+
+
+def test_requests_of_tasks_that_a_users_function_starts_belong_to_all_of_its_samples(
+    framework: Framework,
+) -> None:
+    set_up(framework)
+    framework.versions = (8, 8)
+
+    async def fan_out(args: Any, one: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+        made = [one, sample(index=1)]
+        await asyncio.gather(*(framework.generate(args, each, {}) for each in made))
+        for each in made:  # as the sample hook does, one by one
+            episode = current_episode()
+            assert episode is not None
+            record(each, episode)
+            record(each, episode)
+        return made
+
+    made = asyncio.run(one_episode(one_episode(fan_out))(None, sample(), {}, evaluation=True))
+    assert [len(each.metadata["stitch"]) for each in made] == [2, 2]
+    assert all(attributed(each) is each for each in made)
+    assert framework.requests[0][2]["X-Stitch-Consumer"] == "eval"
+
+
+def test_a_sample_that_asked_nothing_gets_no_record_of_another(framework: Framework) -> None:
+    set_up(framework, lag=1)
+
+    async def one_task() -> Any:
+        first = await framework.generate(None, sample(), {})
+        episode = current_episode()
+        assert episode is not None
+        record(first, episode)
+        second = sample(index=1, response_length=3)
+        record(second, episode)
+        return second
+
+    second = asyncio.run(one_task())
+    with pytest.raises(Unattributed, match="sample 1 has a response and no version record"):
+        attributed(second)
     with pytest.raises(Unattributed, match="sample 0 has a response and no version record"):
         attributed(sample(response_length=3))

@@ -9,8 +9,8 @@ from slime.rollout import sglang_rollout
 from slime.utils import http_utils
 from slime.utils.misc import load_function
 
-from stitch_core.trainers.rollout import attributed, current_episode, record
-from stitch_core.trainers.rollout_side import RolloutSide, recording
+from stitch_core.trainers.rollout import attributed, current_episode, evaluating, record
+from stitch_core.trainers.rollout_side import RolloutSide, one_episode, recording
 from stitch_core.trainers.signatures import probe, require
 
 from .symbols import ROLLOUT
@@ -21,6 +21,7 @@ def _side() -> RolloutSide:
     require("stitch_slime", probe(ROLLOUT))
     # slime's generate_and_rm looks it up here for each sample.
     sglang_rollout.generate = recording(sglang_rollout.generate)
+    sglang_rollout.generate_and_rm = one_episode(sglang_rollout.generate_and_rm)
     return RolloutSide(http_utils, "slime")
 
 
@@ -32,10 +33,14 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return function(args, rollout_id, data_source, evaluation=evaluation)
 
 
-async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """``--custom-generate-function-path``, where the rollout function is not ours: slime's own."""
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """``--custom-generate-function-path``, where the rollout function is not ours: slime's own, or the one
+    that ``stitch_inner_generate`` names."""
     _side().set_up(args)
-    return await sglang_rollout.generate(args, sample, sampling_params)
+    evaluating.set(evaluation)
+    inner = getattr(args, "stitch_inner_generate", None)
+    function = recording(load_function(inner)) if inner else sglang_rollout.generate
+    return await function(args, sample, sampling_params)
 
 
 def record_version(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> Any:

@@ -19,6 +19,10 @@ ROLLOUT = (
     Symbol("slime.utils.http_utils:post", ("url", "payload"), "constraints"),
     Symbol("slime.rollout.sglang_rollout:generate", ("args", "sample", "sampling_params"), "generation"),
     Symbol(
+        "slime.rollout.sglang_rollout:generate_and_rm", ("args", "sample", "sampling_params", "evaluation"),
+        "generation",
+    ),
+    Symbol(
         "slime.rollout.sglang_rollout:generate_rollout", ("args", "rollout_id", "data_source", "evaluation"),
         "rollout",
     ),
