@@ -15,6 +15,7 @@ from ..delta.encoder import DeltaEncoder
 from ..delta.prove import prove_delta
 from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles
+from ..fleet import read_wanted, wait_for_replicas
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
 from ..ports import Store, SystemClock
@@ -38,6 +39,7 @@ from .common import (
     opened_store,
     say,
     scratch,
+    seconds,
     size_text,
 )
 
@@ -59,6 +61,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--step", type=count, metavar="N", help="the trainer's step, kept in the manifest")
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
+    )
+    parser.add_argument(
+        "--wait-replicas", type=read_wanted, metavar="N|FRACTION",
+        help="wait until so many replicas serve it (1.0: all that live); exit 1 if they do not in time",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wait-timeout", type=seconds, default=300.0, metavar="S", help="how long (default: 300)"
     )
 
 
@@ -95,6 +104,13 @@ async def run(options: argparse.Namespace) -> int:
                     payload = await asyncio.to_thread(prepare, directory, host, work, publisher, options.step)
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
+        late = None
+        if options.wait_replicas is not None:
+            say(f"waiting for replicas to serve {manifest.version}")
+            late = await wait_for_replicas(
+                store, options.run_id, manifest.number, options.wait_replicas, options.wait_timeout,
+                clock=SystemClock(),
+            )  # fmt: skip
     r = manifest.representation
     result = {
         "version": str(manifest.version), "number": manifest.number, "epoch": manifest.epoch, "kind": r.kind,
@@ -102,7 +118,9 @@ async def run(options: argparse.Namespace) -> int:
         "state": manifest.state, "digest": manifest.digest(),
     }  # fmt: skip
     emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
-    return 0
+    if late is not None:
+        say(late)
+    return 0 if late is None else 1
 
 
 async def rebuild(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def test_a_full_and_deltas(shell: Shell) -> None:
     said_text = shell.publish(shell.delta("four"))
     assert said_text.out.startswith("r/weight_v000004 is published: a delta of ")
     assert said_text.err == "rebuilding version 3 to prove the base\npublishing 2 files\n"
+
+
+def test_waiting_for_replicas(shell: Shell) -> None:
+    said = shell.publish(shell.learn("one"), "--wait-replicas", "1", "--wait-timeout", "0")
+    assert said.code == 1
+    assert "r/weight_v000001 is published" in said.out
+    assert "after 0 s 0 of 0 live replicas serve it, 1 were asked for" in said.err
+    there = {"run": "r", "applied": 9, "target": None, "expires": time.time() + 60}
+    (shell.root / "store/replicas").mkdir()
+    (shell.root / "store/replicas/a.json").write_text(json.dumps(there))
+    assert shell.publish(shell.learn("two"), "--wait-replicas", "1.0").code == 0
+    with pytest.raises(SystemExit):
+        shell.publish(shell.learn("three"), "--wait-replicas", "1.5")
+    assert shell.head() == (2, 2)
 
 
 def test_the_same_work_directory_twice(shell: Shell) -> None:

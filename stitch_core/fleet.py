@@ -1,0 +1,121 @@
+"""Waiting until replicas serve a version, by the records that they leave in the store.
+
+Records are hints: they say that the fleet follows, and nothing that has to be true rests on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .ports import Clock, Store, StoreError
+from .versions import directory_name
+
+PAUSE = 1.0
+RECORDS = "replicas/"
+PARALLEL_READS = 16
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What the live replicas of a run said last: ``there`` of their version or later, of ``live`` in all."""
+
+    there: int
+    live: int
+
+    def enough(self, wanted: int | float) -> bool:
+        """Whether as many are there as asked for: a number, or (a float) a fraction of those that live.
+
+        A fraction of no replicas is never enough: a fleet that is still starting is waited for.
+        """
+        need = wanted if isinstance(wanted, int) else max(1, math.ceil(wanted * self.live - 1e-9))
+        return self.there >= need
+
+
+def read_wanted(text: str) -> int | float:
+    """``3`` is three replicas, ``0.5`` half of those that live, ``1.0`` all of them. Raises ValueError."""
+    value: int | float = float(text) if "." in text else int(text)
+    problem = wanted_problem(value)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
+def wanted_problem(value: object) -> str | None:
+    """What is wrong with a number or fraction of replicas; None if nothing is."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return None
+    if isinstance(value, float) and 0 < value <= 1:
+        return None
+    return (
+        f"expected a number of replicas from 1 on, or a fraction up to 1.0 of those that live, got {value!r}"
+    )
+
+
+async def fleet(store: Store, run: str, number: int, now: float) -> Fleet:
+    """The replicas that serve ``run``, or fetch it to serve it. Raises StoreError.
+
+    ``now`` is wall time: a record that has expired is of a replica that is late or gone, and counts for
+    nothing.
+    """
+    limit = asyncio.Semaphore(PARALLEL_READS)
+
+    async def one(key: str) -> bytes | None:
+        async with limit:
+            try:
+                return (await store.load(key)).data
+            except StoreError:
+                return None  # it left meanwhile, or it is counted the next time
+
+    found = await asyncio.gather(*(one(entry.key) for entry in await store.list(RECORDS)))
+    return count([data for data in found if data is not None], run, number, now)
+
+
+def count(records: Sequence[bytes], run: str, number: int, now: float) -> Fleet:
+    """Records that cannot be read are of nobody."""
+    there = live = 0
+    for data in records:
+        try:
+            record: Any = json.loads(data)
+            if float(record["expires"]) <= now:
+                continue
+            applied = record["applied"] if record["run"] == run else None
+            if applied is None and not str(record["target"]).startswith(f"{run}/"):
+                continue
+            there += applied is not None and applied >= number
+            live += 1
+        except (ValueError, TypeError, KeyError):
+            continue
+    return Fleet(there, live)
+
+
+async def wait_for_replicas(
+    store: Store, run: str, number: int, wanted: int | float, timeout: float, *, clock: Clock
+) -> str | None:
+    """Wait until ``wanted`` replicas serve version ``number`` of ``run`` or a later one.
+
+    None when they do; after ``timeout`` seconds what is missing, in words. It never raises for the store:
+    what cannot be read now is read again.
+    """
+    deadline = clock.monotonic() + timeout
+    seen, problem = Fleet(0, 0), ""
+    while True:
+        try:
+            seen = await fleet(store, run, number, clock.time())
+            problem = ""
+        except StoreError as error:
+            problem = f" ({error})"
+        if seen.enough(wanted):
+            return None
+        left = deadline - clock.monotonic()
+        if left <= 0:
+            asked = f"{wanted} were asked for" if isinstance(wanted, int) else f"{wanted:.0%} were asked for"
+            return (
+                f"{run}/{directory_name(number)} is published, but after {timeout:g} s {seen.there} of "
+                f"{seen.live} live replicas serve it, {asked}{problem}"
+            )
+        await asyncio.sleep(min(PAUSE, left))

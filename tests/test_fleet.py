@@ -1,0 +1,114 @@
+"""Waiting for replicas: expired, foreign and broken records count for nothing; every wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from stitch_core.fleet import Fleet, count, read_wanted, wait_for_replicas
+from stitch_core.ports import Entry, Unavailable
+from stitch_core.stores.memory import MemoryStore
+
+
+class Ticking:
+    """A clock that goes on by itself: no test waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return 1000.0 + self.now
+
+    def monotonic(self) -> float:
+        self.now += 0.25
+        return self.now
+
+
+def record(applied: int | None, run: str | None = "r", target: str | None = None, **more: Any) -> bytes:
+    return json.dumps({"run": run, "applied": applied, "target": target, "expires": 1060.0} | more).encode()
+
+
+def test_who_counts() -> None:
+    assert count([record(7), record(6), record(8)], "r", 7, 1000.0) == Fleet(2, 3)
+    assert count(
+        [record(7, "other"), record(7, expires=1000.0), b"{", b"[]", b"{}"], "r", 7, 1000.0
+    ) == Fleet(0, 0)
+    # One that boots, and one that still serves another run, are of the fleet: they fetch this one.
+    booting = record(None, None, "r/weight_v000007")
+    leaving = record(90, "other", "r/weight_v000007")
+    assert count([booting, leaving, record(None, None, None)], "r", 7, 1000.0) == Fleet(0, 2)
+    assert count([record("9"), record(True, expires="x")], "r", 7, 1000.0) == Fleet(0, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fleet", "enough"),
+    [
+        (1, Fleet(1, 9), True),
+        (2, Fleet(1, 1), False),
+        (0.5, Fleet(1, 2), True),
+        (0.5, Fleet(1, 3), False),
+        (1.0, Fleet(3, 3), True),
+        (0.1, Fleet(1, 10), True),
+        (0.3, Fleet(3, 10), True),
+        (1.0, Fleet(0, 0), False),
+    ],
+)
+def test_how_many_are_enough(wanted: float, fleet: Fleet, enough: bool) -> None:
+    assert fleet.enough(wanted) is enough
+
+
+def test_numbers_and_fractions_are_told_apart() -> None:
+    assert (read_wanted("1"), read_wanted("1.0"), read_wanted("0.25")) == (1, 1.0, 0.25)
+    assert isinstance(read_wanted("1"), int)
+    for text in ("0", "-1", "1.5", "0.0", "half", "nan."):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_wanted(text)
+
+
+class Store(MemoryStore):
+    """Fails its first listings; at the fifth a replica has arrived."""
+
+    listings = 0
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self.listings += 1
+        if self.listings <= 2:
+            raise Unavailable("no answer")
+        if self.listings == 5:
+            await self.replace("replicas/b.json", record(7))
+        return await super().list(prefix)
+
+
+def test_waits_through_an_outage_until_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stitch_core.fleet.PAUSE", 0.001)
+
+    async def run() -> None:
+        store = Store()
+        await store.replace("replicas/a.json", record(7))
+        assert await wait_for_replicas(store, "r", 7, 2, 60, clock=Ticking()) is None
+        assert store.listings == 5
+
+    asyncio.run(run())
+
+
+def test_a_deadline_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stitch_core.fleet.PAUSE", 0.001)
+
+    async def run() -> None:
+        store = MemoryStore()
+        await store.replace("replicas/a.json", record(7))
+        await store.replace("replicas/b.json", record(6))
+        late = await wait_for_replicas(store, "r", 7, 1.0, 5, clock=Ticking())
+        assert late == (
+            "r/weight_v000007 is published, but after 5 s 1 of 2 live replicas serve it, 100% were asked for"
+        )
+        away = Store()
+        away.listings = -1000
+        late = await wait_for_replicas(away, "r", 7, 3, 5, clock=Ticking())
+        assert late is not None
+        assert late.endswith("0 of 0 live replicas serve it, 3 were asked for (no answer)")
+
+    asyncio.run(run())
