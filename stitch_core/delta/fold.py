@@ -57,7 +57,7 @@ class PlanDeltas:
         self.final = dict(base)
         self._steps: dict[str, list[_Step]] = {}
         for delta in deltas:
-            directory = _open(delta, directory_of(delta), files)
+            directory = open_delta(delta, directory_of(delta), files)
             for name, (old, new) in delta.representation.changed.items():
                 info = self.final.get(name)
                 if info is None:
@@ -109,7 +109,8 @@ def _encoding(step: _Step) -> str:
     return step.directory.index.encoding or ""
 
 
-def _open(delta: Source, path: Path, files: Files) -> DeltaDirectory:
+def open_delta(delta: Source, path: Path, files: Files) -> DeltaDirectory:
+    """The files of ``delta`` in ``path``, which say what it says. Raises RepresentationInvalid."""
     try:
         directory = DeltaDirectory.open(path, files)
     except (CheckpointError, DeltaError) as error:

@@ -48,7 +48,8 @@ def decompress(frame: Buffer, size: int) -> ByteArray:
 class FrameReader:
     """Reads a payload that must be exactly one frame, no more bytes than are asked for. DeltaError."""
 
-    def __init__(self, frame: Buffer) -> None:
+    def __init__(self, frame: Buffer, decompressor: zstandard.ZstdDecompressor | None = None) -> None:
+        """Readers that take turns need a ``decompressor`` each; else this thread's serves them all."""
         length = frame_length(frame)
         if length != len(frame):
             raise DeltaError(
@@ -56,23 +57,24 @@ class FrameReader:
             )
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
-        self._reader = _local.decompressor.stream_reader(frame)
+        self._reader = (decompressor or _local.decompressor).stream_reader(frame)
 
     def read_into(self, out: ByteArray) -> None:
         """Fill ``out``."""
         done = 0
         while done < out.size:
-            count = self._read(out[done:])
+            count = self.read_some(out[done:])
             if count == 0:
                 raise DeltaError(f"zstd frame ends {out.size - done} bytes early")
             done += count
 
     def finish(self) -> None:
         """Check that nothing is left."""
-        if self._read(np.empty(1, np.uint8)):
+        if self.read_some(np.empty(1, np.uint8)):
             raise DeltaError("zstd frame holds more bytes than the tensor has")
 
-    def _read(self, out: ByteArray) -> int:
+    def read_some(self, out: ByteArray) -> int:
+        """Fill a part of ``out``, how much of it; 0 at the end."""
         try:
             count: int = self._reader.readinto(out)
         except zstandard.ZstdError as error:
