@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from .settings import PREFIX, TrainerSettings
+from ..fleet import read_wanted
+from .settings import FIELDS, PREFIX, TrainerSettings
+
+READERS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": read_wanted}
 
 HELP = {
     "run": "the run's id",
@@ -20,6 +25,14 @@ HELP = {
     "patience": "seconds for which a publish waits for a store that does not answer",
     "inner_rollout": "a rollout function of your own",
     "inner_generate": "a generate function of your own",
+    "async": "publish behind the next step (Stitch's own encoder)",
+    "prove": "apply each delta to a proven copy before the head moves",
+    "wait_replicas": "after each version wait until so many replicas (1.0: all that live) serve it",
+    "wait_replicas_timeout": "seconds for which to wait for replicas",
+    "wait_replicas_then": "then warn or stop",
+    "anchor_every": "versions between two full representations",
+    "override": "resume at a version that a rollback gave up",
+    "alone": "nothing else writes the run (for stores without conditional writes)",
 }
 
 
@@ -32,8 +45,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag = f"--{PREFIX}{key}".replace("_", "-")
         if flag in parser._option_string_actions:
             continue
-        if TrainerSettings.__annotations__[key] == "bool":
+        annotation = TrainerSettings.__annotations__[FIELDS[key]].removesuffix(" | None")
+        if annotation == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=f"Stitch: {text}")
         else:
-            kind = {"int": int, "float": float}.get(TrainerSettings.__annotations__[key].split(" ")[0], str)
+            kind = READERS.get(annotation, str)
             parser.add_argument(flag, type=kind, default=None, help=f"Stitch: {text}")

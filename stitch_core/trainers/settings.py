@@ -10,11 +10,12 @@ import dataclasses
 import difflib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..fleet import wanted_problem
 from ..stores import BadUrl, open_store
 from ..versions import VersionError, check_run_id
 
@@ -38,6 +39,13 @@ class TrainerSettings:
     seconds for which a publish waits for a store that does not answer, before the trainer stops.
     ``inner_rollout`` and ``inner_generate`` are functions of the user's own (dotted names) that ours call
     instead of the framework's.
+
+    ``async_`` publishes behind the next step, where our own encoder does it. ``prove`` applies each delta
+    to a proven copy before the head moves. ``wait_replicas``: after each version wait until so many replicas,
+    or (a float) such a fraction of the live ones, serve it, for ``wait_replicas_timeout`` seconds; then
+    ``wait_replicas_then`` warn, or stop. ``anchor_every``: versions between two fulls. ``override`` resumes
+    at a version that a rollback gave up. ``alone`` vouches that no other trainer writes the run, which stores
+    without conditional writes need.
     """
 
     run: str
@@ -53,9 +61,18 @@ class TrainerSettings:
     patience: float = 600.0
     inner_rollout: str | None = None
     inner_generate: str | None = None
+    async_: bool = False
+    prove: bool = False
+    wait_replicas: int | float | None = None
+    wait_replicas_timeout: float = 300.0
+    wait_replicas_then: str = "warn"
+    anchor_every: int | None = None
+    override: bool = False
+    alone: bool = False
 
 
-KEYS = tuple(f.name for f in dataclasses.fields(TrainerSettings))
+FIELDS = {f.name.rstrip("_"): f.name for f in dataclasses.fields(TrainerSettings)}
+KEYS = tuple(FIELDS)
 
 
 def read_settings(args: Any, argv: Sequence[str] = ()) -> TrainerSettings:
@@ -84,7 +101,7 @@ def read_settings(args: Any, argv: Sequence[str] = ()) -> TrainerSettings:
         if key in values:
             values[key] = Path(os.path.abspath(values[key]))
     values.setdefault("work", Path(tempfile.gettempdir()) / f"stitch-{values['run']}")
-    return TrainerSettings(**values)
+    return TrainerSettings(**{FIELDS[key]: value for key, value in values.items()})
 
 
 def dropped_flags(argv: Sequence[str], args: Any) -> list[str]:
@@ -125,16 +142,9 @@ def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    if key in ("lag", "max_staleness"):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            return f"expected a number of versions from 0 on, got {value!r}"
-        return None
-    if key == "patience":
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-            return f"expected seconds from 0 on, got {value!r}"
-        return None
-    if key == "keep_files":
-        return None if isinstance(value, bool) else f"expected true or false, got {value!r}"
+    kind = KINDS.get(key)
+    if kind is not None:
+        return kind(value)
     if not isinstance(value, str | Path) or not str(value):
         return f"expected text, got {value!r}"
     try:
@@ -147,6 +157,39 @@ def _problem(key: str, value: Any) -> str | None:
     return None
 
 
+def _whole(value: Any) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return None
+    return f"expected a number of versions from 0 on, got {value!r}"
+
+
+def _from_one(value: Any) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return None
+    return f"expected a number of versions from 1 on, got {value!r}"
+
+
+def _seconds(value: Any) -> str | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
+        return None
+    return f"expected seconds from 0 on, got {value!r}"
+
+
+def _switch(value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"expected true or false, got {value!r}"
+
+
+def _then(value: Any) -> str | None:
+    return None if value in ("warn", "stop") else f"expected warn or stop, got {value!r}"
+
+
+KINDS: Mapping[str, Callable[[Any], str | None]] = {
+    "lag": _whole, "max_staleness": _whole, "anchor_every": _from_one, "patience": _seconds,
+    "wait_replicas_timeout": _seconds, "wait_replicas": wanted_problem, "wait_replicas_then": _then,
+    "keep_files": _switch, "async": _switch, "prove": _switch, "override": _switch, "alone": _switch,
+}  # fmt: skip
+
+
 def as_config(settings: TrainerSettings) -> Mapping[str, Any]:
     """The settings as the YAML spells them, for a report."""
-    return {PREFIX + key: getattr(settings, key) for key in KEYS}
+    return {PREFIX + key: getattr(settings, field) for key, field in FIELDS.items()}

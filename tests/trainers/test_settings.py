@@ -21,6 +21,7 @@ def arguments(**values: Any) -> SimpleNamespace:
 def test_what_is_not_set_has_a_default() -> None:
     settings = read_settings(arguments(stitch_lag=None))
     assert (settings.run, settings.boot, settings.lag) == ("r", Path("/models/boot"), 0)
+    assert read_settings(arguments(stitch_async=True)).async_
     assert read_settings(arguments(stitch_boot="/other")).boot == Path("/other")
 
 
@@ -32,12 +33,18 @@ def test_what_is_not_set_has_a_default() -> None:
         ({"stitch_run": "-x"}, "stitch_run: run id '-x' is not valid"),
         ({"stitch_run": 7}, "stitch_run: expected text, got 7"),
         ({"stitch_store": "/data"}, "stitch_store: '/data' is not a store URL"),
-        ({"stitch_store": "s3://b"}, "it comes with 'stitch-rl[s3]'"),
+        ({"stitch_store": "s3://b"}, "stitch_store: 'b' is not a bucket"),
         ({"stitch_lag": -1}, "stitch_lag: expected a number of versions from 0 on, got -1"),
         ({"stitch_lag": "2"}, "got '2'"),
         ({"stitch_lag": True}, "got True"),
         ({"stitch_patience": -1}, "stitch_patience: expected seconds from 0 on, got -1"),
         ({"stitch_keep_files": "yes"}, "stitch_keep_files: expected true or false, got 'yes'"),
+        ({"stitch_async": 1}, "stitch_async: expected true or false, got 1"),
+        ({"stitch_wait_replicas": 1.5}, "expected a number of replicas from 1 on, or a fraction up to 1.0"),
+        ({"stitch_wait_replicas": True}, "got True"),
+        ({"stitch_wait_replicas_then": "die"}, "stitch_wait_replicas_then: expected warn or stop, got 'die'"),
+        ({"stitch_anchor_every": 0}, "stitch_anchor_every: expected a number of versions from 1 on, got 0"),
+        ({"stitch_asinc": True}, "stitch_asinc is not a setting, did you mean stitch_async?"),
         ({"hf_checkpoint": None}, "stitch_boot is missing"),
         ({"stitch_xyzzy": 1}, "stitch_xyzzy is not a setting: known are stitch_run, "),
     ],
@@ -95,6 +102,8 @@ def test_every_setting_is_a_flag_where_flags_can_be_added() -> None:
     parsed = parser.parse_args(["--stitch-run", "r", "--stitch-lag", "2", "--stitch-keep-files"])
     given = {key: value for key, value in vars(parsed).items() if value is not None}
     assert given == {"stitch_run": "r", "stitch_lag": 2, "stitch_keep_files": True}
+    more = parser.parse_args(["--stitch-async", "--stitch-wait-replicas", "0.5"])
+    assert (more.stitch_async, more.stitch_wait_replicas) == (True, 0.5)
     settings = read_settings(
         SimpleNamespace(**vars(parsed) | {"stitch_store": "memory:", "hf_checkpoint": "/b"})
     )
