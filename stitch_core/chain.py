@@ -99,6 +99,21 @@ class ChainReader:
             chain += await asyncio.gather(*(self.manifest(newest.run, row) for row in rows))
         return chain
 
+    async def rows(
+        self, newest: Manifest, states: Collection[str] = (), *, above_floor: bool = True
+    ) -> list[Row]:
+        """The rows of ``newest`` and of what is before it, newest first: one manifest is read for 64 of them.
+
+        At least down to a version whose state is one of ``states``, or to the floor of ``newest``, or (unless
+        ``above_floor``) to version 0.
+        """
+        lowest = (newest.floor.number if newest.floor else newest.number) if above_floor else 0
+        rows, at = [newest.row(), *newest.history], newest
+        while at.history and rows[-1].number > lowest and not any(row.state in states for row in rows):
+            at = await self.manifest(newest.run, at.history[-1])
+            rows += at.history
+        return rows
+
     async def find(self, newest: Manifest, wanted: Callable[[Row], bool]) -> Manifest | None:
         """The newest version on the chain of ``newest`` (itself included) that ``wanted`` accepts."""
         if wanted(newest.row()):

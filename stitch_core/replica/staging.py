@@ -14,9 +14,10 @@ from typing import Protocol
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint, CheckpointError
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
-from ..lineage import NoPlan, Plan, Source, cheapest_plan
+from ..lineage import NoPlan, Plan, Source
 from ..manifest import Manifest
-from ..ports import Clock, Files, RunBlocking, Store
+from ..planner import Planner
+from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch, download
 
@@ -72,7 +73,9 @@ class Stager:
         self.fetching: tuple[str, ...] = ()
         self._store, self._chain, self._boot, self._files = store, chain, boot, files
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
+        self._planner = Planner(store, chain)
         self._excluded: set[str] = set()
+        self._missing: set[str] = set()
         self._start_over = False
         self._boot_table: TensorTable | None = None
 
@@ -89,8 +92,9 @@ class Stager:
     async def stage(self, target: Manifest) -> Staged:
         """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
 
-        A representation that fails verification is not used again by this process. Raises WrongBase, and
-        what stands in the way otherwise.
+        A representation that fails verification is not used again by this process; one that is not there
+        (a collector may have taken it meanwhile) not in the next plan, if there is another. Raises
+        WrongBase, and what stands in the way otherwise.
         """
         version0 = await self._chain.boot(target)
         if self._boot is not None:
@@ -106,6 +110,7 @@ class Stager:
             self._activity("staging")
             await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
             await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
+            self._missing.clear()
         except RepresentationInvalid as error:
             self._excluded.add(error.manifest_digest)
             raise
@@ -145,19 +150,24 @@ class Stager:
         interrupted = self.host.interrupted
         held = {interrupted.base_state} if interrupted else self._held()
         if self._boot is None:
-            return cheapest_plan(target, await self._chain.back_to(target), self._held(), self._excluded)
-        starts = held | {version0.state}
-        try:
-            plan = cheapest_plan(target, await self._chain.back_to(target, held), starts, self._excluded)
-        except NoPlan:
-            # A delta may build on an older version than the one before it.
-            plan = cheapest_plan(target, await self._chain.back_to(target), starts, self._excluded)
+            return await self._cheapest(target, self._held())
+        plan = await self._cheapest(target, held | {version0.state})
         if interrupted is not None and not interrupted.fits(plan):
             await self._seed(version0)
             return await self._plan(target, version0)
         if plan.base is not None and plan.base not in held:
             await self._seed(version0)
         return plan
+
+    async def _cheapest(self, target: Manifest, starts: set[str]) -> Plan:
+        """Without what was not there a moment ago, unless there is no other way."""
+        try:
+            return await self._planner.plan(target, starts, self._excluded | self._missing)
+        except NoPlan:
+            if not self._missing:
+                raise
+            self._missing.clear()
+            return await self._planner.plan(target, starts, self._excluded)
 
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()
@@ -175,5 +185,8 @@ class Stager:
                 )  # fmt: skip
             except DigestMismatch:
                 self._excluded.add(source.digest())
+                raise
+            except NotFound:
+                self._missing.add(source.digest())
                 raise
         return directory

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..delta import DeltaEncoder, overwrite, write_delta
+from ..lineage import Source
 from ..manifest import Manifest, PayloadFile, Representation, bytes_digest, extend_history
 from ..ports import Files
 from ..safetensors import Tensor
@@ -68,9 +69,9 @@ class RunBuilder:
         names = [name for name in self.files.list(directory) if name != "config.json"]
         return self._add(new, Representation("full", self._payload(directory, names)))
 
-    def directory_of(self, manifest: Manifest) -> Path:
+    def directory_of(self, manifest: Source) -> Path:
         """Where a version's files lie."""
-        return self._directory(manifest.number)
+        return self._directory(manifest.version.number)
 
     def _directory(self, number: int) -> Path:
         return self.root / "versions" / f"{number:06d}"
