@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class BoundedStore:
-    """Delegates to ``store``; a call has ``seconds``, and a file one second more per ``slowest`` bytes."""
+    """Delegates to ``store``; a call has ``seconds``, and one more per ``slowest`` bytes that it moves."""
 
     def __init__(self, store: Store, seconds: float, *, slowest: float = 1e6) -> None:
         self._store, self._seconds, self._slowest = store, seconds, slowest
@@ -26,7 +26,8 @@ class BoundedStore:
         return await self._bounded(self._store.load(key), f"reading {key}")
 
     async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        return await self._bounded(self._store.read(key, start, length), f"reading {key}")
+        seconds = (length or 0) / self._slowest
+        return await self._bounded(self._store.read(key, start, length), f"reading {key}", seconds)
 
     async def size(self, key: str) -> int:
         return await self._bounded(self._store.size(key), f"looking at {key}")
@@ -60,4 +61,4 @@ class BoundedStore:
             async with asyncio.timeout(seconds):
                 return await call
         except TimeoutError:
-            raise Unavailable(f"{what}: no answer from the store in {seconds:g} s") from None
+            raise Unavailable(f"{what}: no answer from the store in {round(seconds, 3):g} s") from None

@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ..ports import (
     AlreadyExists,
     Buffer,
+    DigestingStore,
     Files,
     FileSource,
     NotFound,
@@ -27,11 +31,15 @@ from ..ports import (
     Unavailable,
 )
 from ..retry import Retry, retrying
+from .room import transfer_room
 from .sources import CHUNK, source_size
 
 T = TypeVar("T")
 
 DEFAULT_RETRY = Retry()
+
+READ_AHEAD = 8
+"""Chunks of one object that are read at a time."""
 
 
 class DigestMismatch(StoreError):
@@ -58,27 +66,31 @@ async def download(
 ) -> None:
     """Fetch an object to ``path``, where there is never anything but the whole, verified, durable file.
 
-    A file that is there already is kept if it is that file, else removed first. ``progress`` gets the
-    number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable, and OSError of ``files``;
-    after those, ``path.part`` may be left and the next download of it starts anew.
+    A file that is there already is kept if it is that file, else removed first. Whole chunks that an earlier
+    download left in ``path.part`` are hashed and used; if they turn out to be wrong, all is fetched anew.
+    ``progress`` gets the number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable, and
+    OSError of ``files``; after all but the first, ``path.part`` may be left.
     """
     part = path.with_name(path.name + ".part")
     report = progress or (lambda _: None)
-    if await _settled(run_blocking(_prepare, files, path, part, size, sha256, chunk)):
+    left = await _settled(run_blocking(_prepare, files, path, part, size, sha256, chunk))
+    if left is None:
         report(size)
         return
-    digest, offset = hashlib.sha256(), 0
+    chunks = functools.partial(_chunks, store, key, size, chunk, policy, rng)
+    if left.offset:
+        report(left.offset)
+        try:
+            await _fill(chunks(left.offset), key, files, part, path, sha256, left, run_blocking, report)
+            return
+        except DigestMismatch:
+            left = _Left()
+            await _settled(run_blocking(_start, files, part))
     try:
-        async with contextlib.aclosing(_chunks(store, key, size, chunk, policy, rng)) as chunks:
-            async for data in chunks:
-                await _settled(run_blocking(_append, files, part, offset, data, digest))
-                offset += len(data)
-                report(len(data))
-        _compare(key, sha256, digest)
+        await _fill(chunks(0), key, files, part, path, sha256, left, run_blocking, report)
     except DigestMismatch:
         await _settled(run_blocking(files.remove, part))
         raise
-    await _settled(run_blocking(_finish, files, part, path))
 
 
 async def upload(
@@ -91,25 +103,43 @@ async def upload(
     run_blocking: RunBlocking = asyncio.to_thread,
     policy: Retry = DEFAULT_RETRY,
     rng: random.Random | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Create an object, or find these very bytes there: an unknown outcome is settled by reading back.
 
-    Raises AlreadyExists only if there are other bytes under the key, and Unavailable; then these bytes
-    may still appear there.
+    ``progress`` gets the number of bytes of each step. Raises AlreadyExists only if there are other bytes
+    under the key, and Unavailable; then these bytes may still appear there.
     """
+    size, report = source_size(source), progress or (lambda _: None)
+    told = 0
 
     async def attempt() -> None:
+        nonlocal told
+        done = 0
+
+        def step(count: int) -> None:
+            nonlocal told, done
+            done += count
+            if done > told:
+                told, more = done, done - told
+                report(more)
+
+        announced = source
+        if isinstance(source, FileSource):
+            announced = replace(source, sha256=sha256, progress=step)
         try:
-            await store.create(key, source)
+            await store.create(key, announced)
+            step(size - done)
             return
         except (AlreadyExists, Unavailable) as error:
             outcome = error
         try:
-            await _verify_once(store, key, source_size(source), sha256, chunk, run_blocking)
+            await _verify_once(store, key, size, sha256, chunk, run_blocking)
         except NotFound:
             raise Unavailable(f"{key} is not there after an unclear write: {outcome}") from outcome
         except DigestMismatch as error:
             raise AlreadyExists(f"{key} exists with other bytes: {error}") from error
+        step(size - done)
 
     await retrying(attempt, policy, rng or random.Random())
 
@@ -125,7 +155,10 @@ async def verify(
     policy: Retry = DEFAULT_RETRY,
     rng: random.Random | None = None,
 ) -> None:
-    """Read an object back and compare it. Raises DigestMismatch, NotFound, Unavailable."""
+    """Compare an object with what it should be: by the digest that the store found itself, else by reading.
+
+    Raises DigestMismatch, NotFound, Unavailable.
+    """
     await _verify_once(store, key, size, sha256, chunk, run_blocking, policy, rng)
 
 
@@ -142,6 +175,15 @@ async def _verify_once(
     policy: Retry = _ONCE,
     rng: random.Random | None = None,
 ) -> None:
+    if store.capabilities.digests:
+        ask = functools.partial(cast(DigestingStore, store).digest, key)
+        found, known = await retrying(ask, policy, rng or random.Random())
+        if found != size:
+            raise DigestMismatch(key, f"{size} bytes", f"{found} bytes")
+        if known is not None:
+            if known != sha256:
+                raise DigestMismatch(key, sha256, known)
+            return
     digest = hashlib.sha256()
     async with contextlib.aclosing(_chunks(store, key, size, chunk, policy, rng)) as chunks:
         async for data in chunks:
@@ -149,22 +191,87 @@ async def _verify_once(
     _compare(key, sha256, digest)
 
 
+def _pieces(size: int, chunk: int, start: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each read. The last one asks for a byte more than there should be."""
+    for offset in range(start, size, chunk):
+        rest = size - offset
+        yield offset, min(chunk, rest + 1)
+    if (size - start) % chunk == 0:
+        yield size, 1
+
+
 async def _chunks(
-    store: Store, key: str, size: int, chunk: int, policy: Retry, rng: random.Random | None
+    store: Store,
+    key: str,
+    size: int,
+    chunk: int,
+    policy: Retry,
+    rng: random.Random | None,
+    start: int = 0,
 ) -> AsyncGenerator[bytes, None]:
-    """The ``size`` bytes of an object in order; DigestMismatch if it has fewer or more."""
-    rng = rng or random.Random()
-    found = await retrying(functools.partial(store.size, key), policy, rng)
-    if found != size:
-        raise DigestMismatch(key, f"{size} bytes", f"{found} bytes")
-    offset = 0
-    while offset < size:
-        length = min(chunk, size - offset)
-        data = await retrying(functools.partial(store.read, key, offset, length), policy, rng)
-        if len(data) != length:
-            raise DigestMismatch(key, f"{length} bytes at {offset}", f"{len(data)} bytes")
-        yield data
-        offset += length
+    """The bytes of an object from ``start`` on, in order, read ahead; DigestMismatch if it ends elsewhere.
+
+    What is read and not yet consumed has room in the process's bound.
+    """
+    rng, room = rng or random.Random(), transfer_room()
+
+    async def one(offset: int, length: int) -> tuple[bytes, int]:
+        held = await room.acquire(length)
+        try:
+            data = await retrying(functools.partial(store.read, key, offset, length), policy, rng)
+            if len(data) != min(length, size - offset):
+                end = "more" if len(data) == length else offset + len(data)
+                raise DigestMismatch(key, f"{size} bytes", f"{end} bytes")
+        except BaseException:
+            room.release(held)
+            raise
+        return data, held
+
+    pieces = _pieces(size, chunk, start)
+    ahead: deque[asyncio.Task[tuple[bytes, int]]] = deque()
+    try:
+        while True:
+            for offset, length in itertools.islice(pieces, READ_AHEAD - len(ahead)):
+                ahead.append(asyncio.ensure_future(one(offset, length)))
+            if not ahead:
+                return
+            data, held = await ahead[0]
+            ahead.popleft()
+            try:
+                if data:
+                    yield data
+            finally:
+                room.release(held)
+    finally:
+        for task in ahead:
+            task.cancel()
+        for result in await asyncio.gather(*ahead, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                room.release(result[1])
+
+
+async def _fill(
+    chunks: AsyncGenerator[bytes, None],
+    key: str,
+    files: Files,
+    part: Path,
+    path: Path,
+    sha256: str,
+    left: _Left,
+    run_blocking: RunBlocking,
+    report: Callable[[int], None],
+) -> None:
+    """Append to ``part`` and make it ``path`` if it is what was announced."""
+    waiting: bytes | None = None
+    async with contextlib.aclosing(chunks):
+        async for data in chunks:
+            if waiting is not None:
+                await _settled(run_blocking(_append, files, part, left, waiting))
+                report(len(waiting))
+            waiting = data
+        # One call for the last bytes and the end: small files are many.
+        await _settled(run_blocking(_finish, files, part, path, left, waiting or b"", key, sha256))
+        report(len(waiting or b""))
 
 
 async def _settled(call: Awaitable[T]) -> T:
@@ -192,20 +299,43 @@ def _compare(key: str, expected: str, digest: hashlib._Hash) -> None:
 # ------------------------------------------------------------------------------------ blocking, on files
 
 
-def _prepare(files: Files, path: Path, part: Path, size: int, sha256: str, chunk: int) -> bool:
-    """Whether the wanted file is at ``path``; if not, there is nothing, and ``part`` is empty."""
+@dataclass
+class _Left:
+    """The bytes of a ``.part`` that count, and their digest so far."""
+
+    offset: int = 0
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+
+def _prepare(files: Files, path: Path, part: Path, size: int, sha256: str, chunk: int) -> _Left | None:
+    """None if the wanted file is at ``path``; else there is nothing, and what is in ``part``."""
     files.make_dirs(path.parent)
     if files.exists(path):
         if files.size(path) == size and file_digest(files, path, size, chunk) == sha256:
             # Whoever put it there may have died before its own sync.
             files.sync(path)
             files.sync(path.parent)
-            return True
+            return None
         files.remove(path)
-    if files.exists(part):
+    left = _Left()
+    try:
+        there = files.size(part)
+    except FileNotFoundError:
+        there = 0
+    if chunk <= there <= size:
+        # A machine that died may have left anything there: the digest of the whole will tell.
+        for start in range(0, there // chunk * chunk, chunk):
+            left.digest.update(files.read(part, start, chunk))
+            left.offset = start + chunk
+    else:
+        _start(files, part)
+    return left
+
+
+def _start(files: Files, part: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
         files.remove(part)
     files.write_new(part, b"")
-    return False
 
 
 def file_digest(files: Files, path: Path, size: int, chunk: int = CHUNK) -> str:
@@ -216,12 +346,16 @@ def file_digest(files: Files, path: Path, size: int, chunk: int = CHUNK) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _append(files: Files, part: Path, offset: int, data: bytes, digest: hashlib._Hash) -> None:
-    files.write_at(part, offset, data)
-    digest.update(data)
+def _append(files: Files, part: Path, left: _Left, data: bytes) -> None:
+    files.write_at(part, left.offset, data)
+    left.digest.update(data)
+    left.offset += len(data)
 
 
-def _finish(files: Files, part: Path, path: Path) -> None:
+def _finish(files: Files, part: Path, path: Path, left: _Left, data: bytes, key: str, sha256: str) -> None:
+    if data:
+        _append(files, part, left, data)
+    _compare(key, sha256, left.digest)
     files.sync(part)
     files.rename(part, path)
     files.sync(path.parent)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from stitch_core.files import PosixFiles
-from stitch_core.ports import AlreadyExists, Buffer, FileSource, NotFound, Unavailable
+from stitch_core.ports import AlreadyExists, Buffer, Capabilities, FileSource, NotFound, Unavailable
 from stitch_core.retry import Retry
+from stitch_core.stores import transfer
 from stitch_core.stores.memory import MemoryStore
+from stitch_core.stores.room import Room
 from stitch_core.stores.transfer import DigestMismatch, download, upload, verify
 
 DATA = random.Random(7).randbytes(10_000)
@@ -73,14 +75,87 @@ async def test_download_rides_out_failures(tmp_path: Path) -> None:
 
 
 async def test_download_gives_up(tmp_path: Path) -> None:
-    store = Flaky([None, None, *["lost"] * 4])
+    store = Flaky([None, None, *["lost"] * 1000])
     await store.create("k", DATA)
     with pytest.raises(Unavailable):
         await fetch(store, tmp_path / "f")
     assert not (tmp_path / "f").exists()
+    store.failures = iter(())
     await fetch(store, tmp_path / "f")
     with pytest.raises(NotFound):
         await fetch(MemoryStore(), tmp_path / "g")
+
+
+async def test_download_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    class Cut(Flaky):
+        """Has nothing to say about the second half."""
+
+        async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            self.reads.append((start, length))
+            if start > 5000:
+                raise Unavailable("lost")
+            return await MemoryStore.read(self, key, start, length)
+
+    cut, steps = Cut(), []
+    await cut.create("k", DATA)
+    with pytest.raises(Unavailable):
+        await fetch(cut, tmp_path / "f")
+    whole = (tmp_path / "f.part").stat().st_size // CHUNK * CHUNK
+    assert whole >= 4 * CHUNK
+    store = Flaky()
+    await store.create("k", DATA)
+    await fetch(store, tmp_path / "f", progress=steps.append)
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert min(start for start, _ in store.reads) == whole
+    assert sum(steps) == len(DATA)
+
+
+@pytest.mark.parametrize("size", [CHUNK, 5 * CHUNK + 3, len(DATA)])
+async def test_a_part_with_wrong_bytes_costs_time_only(size: int, tmp_path: Path) -> None:
+    """What a machine that lost power leaves under a name may be anything."""
+    store = Flaky()
+    await store.create("k", DATA)
+    (tmp_path / "f.part").write_bytes(bytes(size))
+    await fetch(store, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    await store.delete("k")
+    await store.create("k", flipped(DATA))
+    (tmp_path / "g.part").write_bytes(bytes(size))
+    with pytest.raises(DigestMismatch):
+        await fetch(store, tmp_path / "g")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+async def test_reads_ahead_are_many_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty downloads at once never hold more than the room that a process has."""
+    room = Room(10 * CHUNK)
+    monkeypatch.setattr(transfer, "transfer_room", lambda: room)
+    now = most = 0
+
+    class Counts(MemoryStore):
+        async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            nonlocal now, most
+            now += length or 0
+            most = max(most, now)
+            await asyncio.sleep(0.001)
+            now -= length or 0
+            return await super().read(key, start, length)
+
+    store = Counts()
+    await store.create("k", DATA)
+    await fetch(store, tmp_path / "alone")
+    assert most == transfer.READ_AHEAD * CHUNK
+    most = 0
+    await asyncio.gather(*(fetch(store, tmp_path / f"f{n}") for n in range(20)))
+    assert all((tmp_path / f"f{n}").read_bytes() == DATA for n in range(20))
+    assert 8 * CHUNK < most <= 10 * CHUNK
+    tasks = [asyncio.ensure_future(fetch(store, tmp_path / f"g{n}")) for n in range(20)]
+    await asyncio.sleep(0.01)
+    for task in tasks[::2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(path.name.startswith("g") and path.suffix != ".part" for path in tmp_path.iterdir()) == 10
+    assert await room.acquire(10 * CHUNK) == 10 * CHUNK  # nothing of it was lost
 
 
 def flipped(data: bytes) -> bytes:
@@ -217,6 +292,49 @@ async def test_upload_refuses_other_bytes(wrong: str, failures: list[str]) -> No
     with pytest.raises(AlreadyExists, match="other bytes"):
         await upload(store, "k", DATA, digest(DATA), **QUICK)
     assert store.state.objects == {"k": there}
+
+
+async def test_upload_says_how_far_it_is(tmp_path: Path) -> None:
+    """Each byte once, also when an attempt is repeated, and to a store that says nothing itself."""
+
+    class Says(Flaky):
+        async def create(self, key: str, source: Buffer | FileSource) -> None:
+            if isinstance(source, FileSource) and source.progress:
+                assert source.sha256 == digest(DATA)
+                for count in (3000, 3000):
+                    source.progress(count)
+            await super().create(key, source)
+
+    (tmp_path / "f").write_bytes(DATA)
+    for source in (DATA, FileSource(PosixFiles(), tmp_path / "f", len(DATA))):
+        for store in (Says(["before", "after", *["lost"] * 3]), Flaky()):
+            steps: list[int] = []
+            await upload(store, "k", source, digest(DATA), progress=steps.append, **QUICK)
+            assert sum(steps) == len(DATA)
+            assert min(steps) > 0
+
+
+async def test_a_store_that_digests_is_asked_and_not_read() -> None:
+    class Digests(Flaky):
+        known: str | None = digest(DATA)
+        capabilities = Capabilities(digests=True)
+
+        async def digest(self, key: str) -> tuple[int, str | None]:
+            return await self.size(key), self.known
+
+    store = Digests()
+    await store.create("k", DATA)
+    await verify(store, "k", len(DATA), digest(DATA), **QUICK)
+    assert store.reads == []
+    for size, sha256 in ((len(DATA), digest(b"")), (len(DATA) - 1, digest(DATA))):
+        with pytest.raises(DigestMismatch):
+            await verify(store, "k", size, sha256, **QUICK)
+    with pytest.raises(NotFound):
+        await verify(store, "missing", len(DATA), digest(DATA), **QUICK)
+    assert store.reads == []
+    store.known = None  # of this object the store does not know it
+    await verify(store, "k", len(DATA), digest(DATA), **QUICK)
+    assert store.reads
 
 
 async def test_upload_gives_up_on_a_dead_store() -> None:
