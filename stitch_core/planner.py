@@ -92,15 +92,16 @@ class Planner:
                     sources[sketch.of] = source
 
     async def _source(self, run: str, sketch: Sketch, row: Row | None) -> Source | None:
-        """What a sketch stands for; None for a record that is not what it should be."""
+        """What a sketch stands for; None for a record that is not what it should be, or has lost files."""
         if row is not None:
             return await self._chain.manifest(run, row)
         try:
             record = await read_record(self._store, sketch)
         except (NotFound, FormatError):
             return None
-        fits = record.state == sketch.state and record.representation.base == sketch.representation.base
-        return record if fits and record.run == run else None
+        how, listed = record.representation, sketch.representation
+        same_way = (record.run, record.state, how.base) == (run, sketch.state, listed.base)
+        return record if same_way and how.bytes == listed.bytes else None
 
 
 def _sketches(target: Manifest, rows: Iterable[Row]) -> dict[str, Source]:

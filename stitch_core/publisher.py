@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
 
 from .chain import ChainReader, NoHead
+from .floors import FloorRaiser
 from .head import Head, head_key
 from .manifest import (
     FormatError,
@@ -110,11 +111,14 @@ class Publisher:
         swap_deadline: float = 120.0,
         producer: Mapping[str, Any] | None = None,
         alone: bool = False,
+        raise_floor: bool = False,
     ) -> None:
         """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did.
 
         ``alone``: the caller vouches that nobody else writes this run, which a store without conditional
-        writes (see Capabilities) needs.
+        writes (see Capabilities) needs. ``raise_floor``: let the fulls that others uploaded beside the chain
+        become its floor, so that what is below them may be collected; a trainer that resumes from below the
+        floor must publish a full.
         """
         self.run = check_run_id(run)
         self._store, self._files, self._clock, self._rng, self._nonce = store, files, clock, rng, nonce
@@ -124,6 +128,7 @@ class Publisher:
         self._producer = dict(producer or {})
         self._alone = alone
         self._chain = ChainReader(store)
+        self._floors = FloorRaiser(store, self._chain) if raise_floor else None
         self._claim: _Claim | None = None
         self._lost: PublishError | None = None
         self._next = 0
@@ -339,6 +344,8 @@ class Publisher:
         except (StoreError, OSError, FormatError) as error:
             raise self._not_published(number, error) from error
         await self._move(claim, manifest)
+        if self._floors is not None:
+            self._floors.note(manifest)
         return manifest
 
     async def _move(self, claim: _Claim, manifest: Manifest) -> None:
@@ -409,6 +416,8 @@ class Publisher:
         ) if payload.kind == "delta" else Representation("full")  # fmt: skip
         parent = claim.manifest
         floor = None if payload.kind == "full" else parent.floor or parent.row()
+        if floor is not None and self._floors is not None and payload.base is not None:
+            floor = await self._floors.find(parent, payload.base) or floor
         manifest = Manifest(
             self.run, number, claim.head.epoch, payload.state, representation, extend_history(parent),
             boot=parent.boot or parent.row(), floor=floor, step=payload.step, time=self._clock.time(),

@@ -1,0 +1,155 @@
+"""The floor: raised by the publisher alone, to a full beside the chain that leads to the new version."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.chain import ChainReader
+from stitch_core.floors import FloorRaiser
+from stitch_core.manifest import Manifest
+from stitch_core.planner import Planner
+from stitch_core.ports import SystemClock, Unavailable
+from stitch_core.publisher import Publisher, PublishError
+from stitch_core.records import Record, upload_full
+from stitch_core.retry import Retry
+from stitch_core.stores.memory import MemoryStore
+from stitch_core.testing.checkpoints import write_checkpoint
+from tests.small_run import FILES, NO_RETRY, FaultyStore, Trainer, inline, rebuild_all
+
+HOW: Any = {"rng": random.Random(0), "run_blocking": inline, "policy": Retry(attempts=1)}
+
+
+class Run:
+    """A trainer whose publisher raises the floor."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.trainer, self.memory = root, Trainer(root / "train"), MemoryStore()
+        self.store = FaultyStore(self.memory)
+        self.versions: list[Manifest] = []
+
+    async def claim(self, **options: Any) -> None:
+        self.publisher = Publisher(
+            self.store, "r", files=FILES, clock=SystemClock(), rng=random.Random(0),
+            nonce=lambda: f"{random.random()}", run_blocking=inline, retry=NO_RETRY, swap_deadline=0.0,
+            raise_floor=True,
+        )  # fmt: skip
+        head = await self.publisher.claim(self.trainer.version0, **options)
+        self.versions = self.versions or [head]
+
+    async def publish(self, count: int = 1) -> Manifest:
+        for _ in range(count):
+            self.versions.append(await self.trainer.publish(self.publisher))
+        return self.versions[-1]
+
+    async def anchor(self, number: int) -> Record:
+        directory = self.root / f"full{number}"
+        write_checkpoint(directory, FILES, self.trainer.weights[self.versions[number].state])
+        return (await upload_full(self.memory, self.versions[number], directory, FILES, **HOW))[0]
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    await run.claim()
+    return run
+
+
+def floor(manifest: Manifest) -> int | None:
+    return manifest.floor.number if manifest.floor else None
+
+
+async def test_the_next_manifest_names_the_newest_whole_full(run: Run, tmp_path: Path) -> None:
+    await run.publish(5)
+    await run.anchor(2)
+    assert floor(await run.publish()) == 2
+    await run.anchor(4)
+    lost = await run.anchor(5)
+    del run.memory.state.objects[lost.file_key(lost.representation.files[0].name)]
+    sixth = await run.publish()
+    assert sixth.floor == run.versions[4].row()
+    await run.anchor(1)
+    assert floor(await run.publish()) == 4, "never down"
+    # Whoever starts from nothing but what is above the floor and the fulls arrives.
+    for manifest in run.versions[1:5]:
+        for file in manifest.representation.files:
+            del run.memory.state.objects[manifest.file_key(file.name)]
+    assert floor(sixth) == 4
+    chain = ChainReader(run.memory)
+
+    plan = await Planner(run.memory, chain).plan(run.versions[-1], {run.versions[0].state})
+    assert plan.full is not None
+    assert plan.full.version.number == 4
+
+
+async def test_without_the_option_nothing_is_listed_and_nothing_raised(run: Run) -> None:
+    await run.publish(2)
+    await run.anchor(1)
+    run.store.calls.clear()
+    quiet = run.trainer.publisher(run.store)
+    await quiet.claim(run.trainer.version0)
+    assert floor(await run.trainer.publish(quiet)) == 0
+    assert "list" not in [name for name, _ in run.store.calls]
+
+
+async def test_a_publish_costs_one_more_listing(run: Run) -> None:
+    await run.publish(3)
+    run.store.calls.clear()
+    await run.publish()
+    assert [name for name, _ in run.store.calls].count("list") == 1
+    assert [key for name, key in run.store.calls if name == "load"] == []
+
+
+async def test_a_delta_that_builds_below_a_full_does_not_make_it_its_floor(run: Run) -> None:
+    """Resumed at 1, published as 4: from the full of 2 or 3 nothing leads there."""
+    await run.publish(3)
+    await run.anchor(2)
+    run.trainer.resume(run.versions[1].state)
+    await run.claim(resume=run.versions[1].state, saved=1, override=True)
+    resumed = await run.publish()
+    assert resumed.representation.base == run.versions[1].state
+    assert floor(resumed) == 0
+    assert floor(await run.publish()) == 0, "nor does what follows it"
+    await run.anchor(4)
+    assert floor(await run.publish()) == 4
+
+
+async def test_below_a_raised_floor_a_delta_is_refused(run: Run) -> None:
+    await run.publish(4)
+    await run.anchor(3)
+    assert floor(await run.publish()) == 3
+    run.trainer.resume(run.versions[2].state)
+    with pytest.raises(PublishError, match="floor 3"):
+        await run.publish()
+
+
+async def test_a_store_that_does_not_list_raises_no_floor_and_stops_no_publish(run: Run) -> None:
+    await run.publish(3)
+    await run.anchor(2)
+    run.store.fail = lambda index, name, key: Unavailable("no") if name == "list" else None
+    assert floor(await run.publish()) == 0
+    run.store.fail = lambda *_: None
+    assert floor(await run.publish()) == 2
+
+
+async def test_a_full_that_says_another_state_counts_for_nothing(run: Run) -> None:
+    await run.publish(3)
+    honest = await run.anchor(2)
+    wrong = dataclasses.replace(honest, number=3)
+    run.memory.state.objects[wrong.key] = wrong.encode()
+    for file in wrong.representation.files:
+        run.memory.state.objects[wrong.file_key(file.name)] = b"x" * file.size
+    raiser = FloorRaiser(run.memory, ChainReader(run.memory))
+    row = await raiser.find(run.versions[3], run.versions[3].state)
+    assert row == run.versions[2].row()
+
+
+async def test_every_version_is_rebuilt_from_the_store(run: Run, tmp_path: Path) -> None:
+    await run.publish(3)
+    await run.anchor(2)
+    await run.publish(3)
+    assert len(await rebuild_all(run.memory, run.trainer, tmp_path / "host")) == 7
