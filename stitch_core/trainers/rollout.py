@@ -144,6 +144,13 @@ def session_of(sample: Any) -> str | None:
     return f"group-{group}" if group is not None else getattr(sample, "session_id", None)
 
 
+def forget_abandoned(sample: Any) -> None:
+    """Drop the record of an answer that was thrown away: frameworks keep metadata when they ask again."""
+    metadata = sample.metadata or {}
+    if "stitch" in metadata and not getattr(sample, "response_length", 0):
+        sample.metadata = {key: value for key, value in metadata.items() if key != "stitch"}
+
+
 def record(sample: Any, episode: Episode) -> None:
     """Write an episode's reports into a finished sample, each once.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..stores import open_store
 from .head_reader import HeadReader
-from .rollout import Demand, begin_episode, evaluating, install, record, session_of
+from .rollout import Demand, begin_episode, evaluating, forget_abandoned, install, record, session_of
 from .settings import TrainerSettings, read_settings
 
 Generate = Callable[[Any, Any, dict[str, Any]], Awaitable[Any]]
@@ -48,6 +48,7 @@ def recording(generate: Generate) -> Generate:
         return generate
 
     async def stitch_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        forget_abandoned(sample)
         episode = begin_episode(evaluating.get(), session_of(sample))
         result = await generate(args, sample, sampling_params)
         for one in result if isinstance(result, list) else [result]:

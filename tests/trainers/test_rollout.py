@@ -176,3 +176,17 @@ def test_a_sample_that_asked_nothing_gets_no_record_of_another(framework: Framew
         attributed(second)
     with pytest.raises(Unattributed, match="sample 0 has a response and no version record"):
         attributed(sample(response_length=3))
+
+
+def test_a_prompt_that_is_asked_again_has_no_record_of_the_answer_that_was_thrown_away(
+    framework: Framework,
+) -> None:
+    """Both frameworks' ``reset_for_retry`` keep metadata."""
+    set_up(framework, head=7)
+    generate = recording(framework.generate)
+    one = asyncio.run(generate(None, sample(), {}))
+    one.response_length, one.weight_versions = 0, []
+    framework.versions = (8, 9)
+    again = asyncio.run(generate(None, one, {}))
+    (report,) = again.metadata["stitch"]
+    assert (report["start"], report["end"], again.metadata["label"]) == (8, 9, 4)

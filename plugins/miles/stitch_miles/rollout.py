@@ -12,7 +12,7 @@ from miles.utils import http_utils
 from miles.utils.misc import load_function
 
 from stitch_core.trainers.flags import add_flags
-from stitch_core.trainers.rollout import attributed, begin_episode, record, session_of
+from stitch_core.trainers.rollout import attributed, begin_episode, forget_abandoned, record, session_of
 from stitch_core.trainers.rollout_side import RolloutSide
 from stitch_core.trainers.signatures import probe, require
 
@@ -32,6 +32,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     """``--custom-generate-function-path``: Miles' own generation (or ``stitch_inner_generate``), recorded."""
     args, sample = input.args, input.sample
     _side().set_up(args)
+    forget_abandoned(sample)
     episode = begin_episode(input.evaluation, session_of(sample))
     inner = getattr(args, "stitch_inner_generate", None)
     output = await (load_function(inner) if inner else single_turn.generate)(input)

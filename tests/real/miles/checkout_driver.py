@@ -1,11 +1,14 @@
 """The stock ``train_async.py`` of a slime checkout or ``train.py`` of a Miles one, with what Stitch adds.
 
-Run in the environment of miles-rl: ``checkout_driver.py ROOT PORT ROLLOUTS CHECKOUT [flags]``.
+With ``fully-async`` it is ``train_async.py`` of Miles.
+
+Run in the environment of miles-rl: ``checkout_driver.py ROOT PORT ROLLOUTS CHECKOUT [fully-async] [flags]``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -23,10 +26,12 @@ STITCH = {
     ],
     "miles": [
         "--rollout-external", "--update-weight-transfer-mode", "disk-delta",
-        "--rollout-function-path", "stitch_miles.rollout.StitchRolloutFn",
         "--custom-generate-function-path", "stitch_miles.rollout.generate",
     ],
 }  # fmt: skip
+# Miles takes the one or the other.
+ROLLOUT = ["--rollout-function-path", "stitch_miles.rollout.StitchRolloutFn"]
+FULLY_ASYNC = ["--fully-async", "--custom-async-data-buffer-path", "stitch_miles.buffer.StitchDataBuffer"]
 
 
 def flags(root: Path, port: int, rollouts: int, framework: str) -> list[str]:
@@ -86,6 +91,10 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
 
     framework.install()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron insists on it with several ranks
+    fully_async = "fully-async" in extra
+    extra = [flag for flag in extra if flag != "fully-async"]
+    if framework_name == "miles":
+        extra += FULLY_ASYNC if fully_async else ROLLOUT
     sys.argv = ["train.py", *flags(root, port, rollouts, framework_name), *extra]
     import ray
 
@@ -107,14 +116,14 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
         train_async.train(parse_args())
     else:
         import miles.ray.placement_group as placement
-        import train
         from miles.utils.arguments import parse_args
 
         # This revision places no bundle for external engines, and then looks for it.
         placement._get_placement_group_layout = lambda args: (
             args.actor_num_gpus_per_node + 1, args.actor_num_gpus_per_node
         )  # fmt: skip
-        asyncio.run(train.train(parse_args()))
+        loop = importlib.import_module("train_async" if fully_async else "train")
+        asyncio.run(loop.train(parse_args()))
     print("finished", flush=True)
     ray.shutdown()
 
