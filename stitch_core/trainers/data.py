@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import PosixFiles
+from ..head import Head
 from ..stores import open_store
 from .head_reader import HeadReader
 from .record import RunRecord, check_record, load_record, save_record
@@ -14,8 +15,8 @@ from .settings import TrainerSettings, read_settings
 
 
 @functools.cache
-def _head_reader(store: str, run: str) -> HeadReader:
-    return HeadReader(lambda: open_store(store), run)
+def _head_reader(store: str, run: str, patience: float) -> HeadReader:
+    return HeadReader(lambda: open_store(store), run, patience=patience)
 
 
 class VersionRecord:
@@ -27,10 +28,13 @@ class VersionRecord:
         self.stitch_record: RunRecord | None = None
         super().__init__(args)  # type: ignore[call-arg]
 
+    def _head(self) -> Head | None:
+        return _head_reader(self.stitch.store, self.stitch.run, self.stitch.patience).read()
+
     def save(self, rollout_id: int) -> None:
         super().save(rollout_id)  # type: ignore[misc]
         save: str | None = self.args.save  # type: ignore[attr-defined]
-        head = _head_reader(self.stitch.store, self.stitch.run).read()
+        head = self._head()
         if save is not None and head is not None:
             record = RunRecord(rollout_id, self.stitch.run, head.number, head.epoch)
             save_record(Path(save).absolute(), record, self.stitch_files)
@@ -44,5 +48,5 @@ class VersionRecord:
         where = Path(load).absolute()
         self.stitch_record = load_record(where, rollout_id, self.stitch_files)
         if self.stitch_record is not None:
-            head = _head_reader(self.stitch.store, self.stitch.run).read()
+            head = self._head()
             check_record(self.stitch_record, self.stitch.run, head.number if head else None, where)

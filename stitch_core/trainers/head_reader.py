@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
 from ..chain import ChainReader, NoHead
 from ..head import Head
 from ..ports import Store
+from ..retry import Retry, retrying
 from ..stores.bounded import BoundedStore
 from ..threads import LoopThread
 
@@ -17,18 +19,24 @@ READ_SECONDS = 60.0
 class HeadReader:
     """Reads the head of ``run``; used by any thread."""
 
-    def __init__(self, open_store: Callable[[], Store], run: str, *, fresh_for: float = 1.0) -> None:
-        """``fresh_for``: seconds for which an answer of ``recent`` holds."""
+    def __init__(
+        self, open_store: Callable[[], Store], run: str, *, fresh_for: float = 1.0, patience: float = 0.0
+    ) -> None:
+        """``fresh_for``: seconds for which an answer of ``recent`` holds. ``patience``: seconds for which a
+        read waits for a store that does not answer."""
         self.run = run
         self._loop = LoopThread("stitch-head")
         self._chain = ChainReader(BoundedStore(open_store(), READ_SECONDS))
         self._fresh_for = fresh_for
+        self._retry = Retry(attempts=None, deadline=patience)
         self._last: tuple[float, Head] | None = None
 
     def read(self) -> Head | None:
         """The head now, None before the run's first claim. Raises StoreError, FormatError."""
         try:
-            head, _ = self._loop.run(self._chain.head(self.run))
+            head, _ = self._loop.run(
+                retrying(lambda: self._chain.head(self.run), self._retry, random.Random())
+            )
         except NoHead:
             return None
         self._last = time.monotonic(), head

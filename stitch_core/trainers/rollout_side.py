@@ -30,9 +30,10 @@ class RolloutSide:
     def set_up(self, args: Any) -> HeadReader:
         """Read the settings and wrap ``post``; again it only wraps copies that were imported since."""
         if self._settings is None or self._head is None:
-            self._settings = read_settings(args)
-            url = self._settings.store
-            self._head = HeadReader(lambda: open_store(url), self._settings.run)
+            settings = self._settings = read_settings(args)
+            self._head = HeadReader(
+                lambda: open_store(settings.store), settings.run, patience=settings.patience
+            )
         install(Demand(self._settings, self._number), self._http_module, self._package)
         return self._head
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from stitch_core.ports import StoreError
 from stitch_core.trainers.data import VersionRecord
 from stitch_core.trainers.group import Solo
 from stitch_core.trainers.record import RecordError, RunRecord, load_record, record_path
@@ -77,6 +79,30 @@ def test_another_run_or_store_is_refused(world: World) -> None:
         source(world, stitch_run="other").load(1)
     with pytest.raises(RecordError, match="head is missing: is stitch_store the same one"):
         source(world, stitch_store=f"file:{world.root}/empty").load(1)
+
+
+def test_c18_a_save_waits_for_a_store_that_is_away(world: World) -> None:
+    own(world, Solo()).publish(world.history[0])
+    store, away = world.root / "store", world.root / "away"
+
+    def back() -> None:
+        store.unlink()
+        away.rename(store)
+
+    def leave() -> None:
+        away.unlink(missing_ok=True)
+        store.rename(away)
+        store.symlink_to("store")  # a link to itself: nothing below it can be read
+
+    saving = source(world, stitch_patience=30.0)
+    saving.save(0)
+    leave()
+    threading.Timer(0.3, back).start()
+    saving.save(1)
+    assert load_record(world.root / "ckpt", 1, FILES) == RunRecord(1, "r", 0, 1)
+    leave()
+    with pytest.raises(StoreError):
+        source(world, stitch_patience=0.2).save(2)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "x"}', '{"format": "stitch.trainer/1"}'])
