@@ -24,7 +24,7 @@ _VERSION_DIRECTORY = re.compile(r"weight_v([0-9]{6,18})\Z")
 class Trainer:
     """Stitch in one process of a trainer: publishes for it once ``begin`` has been called.
 
-    ``step`` is the rollout that is trained on, where the framework tells.
+    ``step`` is the rollout that is trained on, where the framework tells; ``failed`` why a stock publish did.
     """
 
     def __init__(self, settings: TrainerSettings, group: TrainerGroup, framework: str) -> None:
@@ -32,6 +32,7 @@ class Trainer:
         self.settings, self.group, self.framework = settings, group, framework
         self.files = PosixFiles()
         self.step: int | None = None
+        self.failed: str | None = None
         self._publisher: GroupPublisher | None = None
 
     def begin(self) -> Start:
@@ -88,12 +89,21 @@ def post_write(args: Any, version_dir: str, rollout_engines: Any = None) -> None
 
     The frameworks call it once more at start, on rank 0 alone, for the directory that versions go into:
     nothing is published then, and nothing collective may happen.
+
+    Raises RanksFailed, and from then on whenever it is called: the framework's base moved before the call
+    that failed, so that its next delta would build on a version that is not there.
     """
     match = _VERSION_DIRECTORY.match(Path(version_dir).name)
     if match is None:
         return
     here = trainer()
-    here.publisher.publish(Path(version_dir), int(match[1]), step=here.step)
+    if here.failed is not None:
+        raise RanksFailed(f"start the trainer again, to resume: an earlier publish failed: {here.failed}")
+    try:
+        here.publisher.publish(Path(version_dir), int(match[1]), step=here.step)
+    except Exception as error:
+        here.failed = str(error)
+        raise
 
 
 def before_train_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -62,6 +62,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path)
 
 
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def updater(world: World, name: str) -> StockUpdater:
     """A new process of a trainer with the stock updater, set up through the hooks."""
     args = SimpleNamespace(
@@ -105,6 +109,31 @@ def test_c06_a_resumed_stock_trainer_publishes_its_own_weights_first(world: Worl
     resumed.update_weights()
     assert [m.number for m in versions(world)] == [0, 1, 2, 3, 4, 5]
     assert rebuilt(world, 5) == plain(world.tensors)
+
+
+def test_c04_after_a_failed_publish_a_stock_trainer_stops_and_resumes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = updater(world, "first")
+    first.update_weights()
+    first.tensors = world.learn()
+    first.update_weights()
+    first.tensors = world.learn()
+    with monkeypatch.context() as context:
+        context.setattr(hooks.trainer().publisher, "_upload", lambda *_: _raise(OSError("no space left")))
+        with pytest.raises(RanksFailed, match="no space left"):
+            first.update_weights()
+    # The base of its encoder has moved: what it would write now builds on a version that nobody has.
+    first.tensors = saved = world.learn()
+    with pytest.raises(RanksFailed, match=r"start the trainer again, to resume: .* no space left"):
+        first.update_weights()
+    assert [m.number for m in versions(world)] == [0, 1]
+    resumed = updater(world, "second")
+    resumed.tensors = saved
+    resumed.update_weights()
+    numbers = [m.number for m in versions(world)]
+    assert numbers == sorted(set(numbers))
+    assert rebuilt(world, numbers[-1]) == plain(saved)
 
 
 def test_a_hook_without_set_up_says_which_flag_is_missing(world: World) -> None:
