@@ -86,12 +86,16 @@ class Head:
         return next((pair for pair in self.abandoned if pair[0] <= number <= pair[1]), None)
 
     def going_on_from(self, number: int) -> Head:
-        """The head with ``number`` and what led to it no longer given up: a range it is in starts above it.
+        """The head with ``number``, and no other version, no longer given up.
 
-        What a rollback to it, or a trainer that was told to resume at it all the same, brings back.
+        For a rollback to it, or a trainer that was told to resume at it all the same. What lies around it
+        need not be what led to it, so the rest of a range that it is in stays given up.
         """
-        kept = [(max(a, number + 1), b) if a <= number <= b else (a, b) for a, b in self.abandoned]
-        return replace(self, abandoned=tuple(pair for pair in kept if pair[0] <= pair[1]))
+        parts: list[tuple[int, int]] = []
+        for first, last in self.abandoned:
+            inside = first <= number <= last
+            parts += [(first, number - 1), (number + 1, last)] if inside else [(first, last)]
+        return replace(self, abandoned=_joined([pair for pair in parts if pair[0] <= pair[1]]))
 
     def taken_back(self, to: int) -> Head:
         """The head with every version above ``to`` given up, as a rollback to it records before it starts."""

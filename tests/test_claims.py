@@ -155,13 +155,13 @@ async def test_the_versions_are_given_up_before_the_rollback_is_published(traine
     assert (await head_of(store)).number == 5
 
 
-async def test_to_override_undoes_the_rollback_up_to_there(trainer: Trainer) -> None:
+async def test_to_override_brings_back_that_version(trainer: Trainer) -> None:
     store = MemoryStore()
     chain = await published(trainer, store, 6)
     await trainer.publisher(store).take_back(2)
     publisher = trainer.publisher(store)
     await publisher.claim(trainer.version0, saved=4, resume=chain[4].state, override=True)
-    assert (await head_of(store)).abandoned == ((5, 6),)
+    assert (await head_of(store)).abandoned == ((3, 3), (5, 6))
     trainer.resume(chain[4].state)
     await trainer.publish(publisher)
     await rebuild_all(store, trainer, trainer.root / "host")
@@ -189,10 +189,10 @@ def at(number: int, *abandoned: tuple[int, int]) -> Head:
     [
         ((), 5, ((6, 20),)),
         (((7, 9),), 5, ((6, 20),)),
-        (((7, 9),), 8, ((9, 20),)),
-        (((7, 9),), 9, ((10, 20),)),
+        (((7, 9),), 8, ((7, 7), (9, 20))),
+        (((7, 9),), 9, ((7, 8), (10, 20))),
         (((7, 9),), 10, ((7, 9), (11, 20))),
-        (((2, 3), (7, 9)), 3, ((4, 20),)),
+        (((2, 3), (7, 9)), 3, ((2, 2), (4, 20))),
         (((2, 3), (7, 9)), 4, ((2, 3), (5, 20))),
     ],
 )

@@ -1,0 +1,278 @@
+"""Rolling a run back: a new version above the head with the weights of an older one, and with its own bytes.
+
+What it takes is made ready while the trainer still publishes. Then the run is claimed, which fences the
+trainer, and the same swap records the versions above the goal as given up: a supervisor that starts the
+trainer again cannot go on from them. Whatever fails or dies, the same rollback can be made again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .chain import ChainReader
+from .checkpoint import Checkpoint, CheckpointError
+from .delta.directory import DeltaDirectory
+from .delta.fold import RepresentationInvalid
+from .delta.merge import Changed, compose, merge_deltas, prove_merged
+from .delta.wire import DeltaError
+from .head import Head
+from .host_checkpoint import HostCheckpoint, HostCheckpointError
+from .lineage import NoPlan, Source, cheapest_plan
+from .manifest import Manifest
+from .payload import Payload
+from .ports import Clock, Files, NotFound, RunBlocking, Store
+from .publisher import Publisher, PublishError
+from .records import RecordRefused, describe_full
+from .replica.staging import Stager
+from .state import TensorInfo, TensorTable, state_digest
+from .stores.transfer import DigestMismatch, download
+
+CANNOT = (
+    NoPlan, RepresentationInvalid, DeltaError, DigestMismatch, NotFound, HostCheckpointError, CheckpointError,
+    RecordRefused,
+)  # fmt: skip
+"""What speaks against one way, and not against another."""
+
+
+class RollbackRefused(PublishError):
+    """The run cannot be rolled back as asked; the message says what would help."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """``manifest`` is the head now, with the weights of ``goal``; ``given_up`` the range that is not resumed.
+
+    ``proof``: what the bytes were checked against: "manifests" that lead from one to the other, the
+    "table" of all tensors, "bytes" of the weights themselves, or "before" if all was done already.
+    ``fenced`` is the head before.
+    """
+
+    manifest: Manifest
+    goal: Manifest
+    given_up: tuple[int, int]
+    proof: str
+    fenced: Head
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Weights on this machine: a checkpoint that is some version of the run."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+    table: TensorTable
+
+
+@dataclass
+class Rollback:
+    """Rolls back the run of ``publisher``, which has claimed nothing. ``work`` is scratch space.
+
+    ``checkpoint`` is the directory of a checkpoint of any version of the run, if there is one at hand: the
+    merged bytes are proven by it, and a full is built from it. ``say`` is told what is going on.
+    """
+
+    store: Store
+    publisher: Publisher
+    work: Path
+    files: Files
+    clock: Clock
+    rng: random.Random
+    run_blocking: RunBlocking
+    checkpoint: Path | None = None
+    say: Callable[[str], None] = lambda _: None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._chain = ChainReader(self.store)
+
+    async def to(self, number: int) -> RolledBack:
+        """Make the weights of version ``number`` the newest version.
+
+        Raises RollbackRefused, before the trainer is fenced, when there is nothing to do or no way to do
+        it; NoHead, and what ``Publisher.take_back`` and ``publish`` raise.
+        """
+        run = self.publisher.run
+        head, _ = await self._chain.head(run)
+        newest = await self._chain.manifest(run, head)
+        goal = await self._goal(newest, number)
+        if newest.state == goal.state and _is_done(head, newest, goal):
+            return RolledBack(newest, goal, (number + 1, newest.history[0].number), "before", head)
+        given_up = (number + 1, newest.number)
+        known = await self._look_at(newest)
+        payload, proof = await self._prepare(newest, goal, known)
+        self.say(f"claiming run {run}: its trainer is fenced")
+        claimed = await self.publisher.take_back(number)
+        if claimed.digest() != newest.digest():
+            self.say(f"the head has moved to {claimed.number} meanwhile")
+            given_up = (number + 1, claimed.number)
+            if payload.kind == "delta":
+                payload, proof = await self._prepare(claimed, goal, known)
+        metadata = {**self.metadata, "rollback": {"to": number, "given_up": list(given_up)}}
+        self.say(f"publishing {len(payload.files)} files")
+        manifest = await self.publisher.publish(replace(payload, step=goal.step, metadata=metadata))
+        return RolledBack(manifest, goal, given_up, proof, head)
+
+    async def _goal(self, newest: Manifest, number: int) -> Manifest:
+        if number == newest.number:
+            raise RollbackRefused(f"version {number} is the head of run {newest.run}: nothing to do")
+        found = await self._chain.find(newest, lambda row: row.number == number)
+        if found is None:
+            raise RollbackRefused(
+                f"run {newest.run} has no version {number}: its head is {newest.number}, and what it has is "
+                "listed by 'stitch versions'"
+            )
+        return found
+
+    async def _look_at(self, newest: Manifest) -> _Known | None:
+        """Which version the checkpoint at hand is."""
+        path = self.checkpoint
+        if path is None:
+            return None
+        self.say(f"hashing {path}")
+        checkpoint = await self.run_blocking(Checkpoint.open, path, self.files)
+        table = await self.run_blocking(checkpoint.table)
+        state = state_digest(table)
+        found = await self._chain.find(newest, lambda row: row.state == state)
+        if found is None:
+            raise RollbackRefused(f"{path} is no version of run {newest.run}: its state is {state}")
+        return _Known(found, checkpoint, table)
+
+    async def _prepare(self, newest: Manifest, goal: Manifest, known: _Known | None) -> tuple[Payload, str]:
+        """What is to be published on top of ``newest``, and how it was proven."""
+        why = []
+        for name, way in (("delta", self._delta), ("full", self._full)):
+            try:
+                return await way(newest, goal, known)
+            except CANNOT as error:
+                why.append(f"no {name} ({error})")
+                self.say(why[-1])
+        raise RollbackRefused(
+            f"there is no way to publish the weights of {goal.version} again: {'; '.join(why)}. Give "
+            "--from-checkpoint a checkpoint of that version, or the run's base checkpoint"
+        )
+
+    # ------------------------------------------------------------------------------------------- a delta
+
+    async def _delta(self, newest: Manifest, goal: Manifest, known: _Known | None) -> tuple[Payload, str]:
+        deltas = await self._path(newest, goal)
+        changed = compose(deltas)
+        proof = await self._prove_table(newest, goal, changed, known)
+        self.say(f"merging {len(deltas)} deltas")
+        directories = {delta.digest(): await self._fetch(delta) for delta in deltas}
+        path = self.work / "merged"
+        await self.run_blocking(self.files.remove_tree, path)
+        merged = await self.run_blocking(
+            lambda: merge_deltas(
+                deltas, lambda delta: directories[delta.digest()], path, self.files,
+                number=newest.number + 1, base_number=newest.number,
+            )
+        )  # fmt: skip
+        if known is not None and known.manifest.state in (newest.state, goal.state):
+            proof = "bytes"
+            await self.run_blocking(lambda: prove_merged(
+                DeltaDirectory.open(path, self.files), merged.changed, known.checkpoint, known.table
+            ))  # fmt: skip
+        payload = Payload("delta", goal.state, path, merged.files, newest.state, "xor", merged.changed)
+        return payload, proof
+
+    async def _path(self, newest: Manifest, goal: Manifest) -> tuple[Source, ...]:
+        """XOR deltas from the head's state to the goal's, in either direction; NoPlan."""
+        floor = newest.floor.number if newest.floor else newest.number
+        for lowest in sorted({goal.number, min(goal.number, floor)}, reverse=True):
+            chain = await self._chain.back_to(newest, number=lowest, above_floor=False)
+            try:
+                return cheapest_plan(goal, [m for m in chain if _is_xor(m)], {newest.state}).deltas
+            except NoPlan:
+                stops = [m for m in chain if m.number > goal.number and not _is_xor(m)]
+        if not stops:
+            raise NoPlan(f"the deltas between version {goal.number} and the head do not meet")
+        how = stops[-1].representation
+        what = how.kind if how.kind != "delta" else f"delta in {how.encoding}, which goes forward only"
+        raise NoPlan(f"version {stops[-1].number}, on the way back, is a {what}")
+
+    async def _fetch(self, source: Source) -> Path:
+        """The files of one delta, verified."""
+        directory = self.work / "fetch" / source.digest().removeprefix("sha256:")[:24]
+        await self.run_blocking(self.files.make_dirs, directory)
+        for file in source.representation.files:
+            await download(
+                self.store, source.file_key(file.name), self.files, directory / file.name, file.size,
+                file.sha256, run_blocking=self.run_blocking, rng=self.rng,
+            )  # fmt: skip
+        return directory
+
+    async def _prove_table(
+        self, newest: Manifest, goal: Manifest, changed: Changed, known: _Known | None
+    ) -> str:
+        """Compute both states from the whole table, if what is at hand leads to one of them. DeltaError."""
+        if known is None:
+            return "manifests"
+        lowest = min(known.manifest.number, goal.number)
+        chain = await self._chain.back_to(newest, number=lowest, above_floor=False)
+        back = {name: (new, old) for name, (old, new) in changed.items()}
+        for near, far, step in ((newest, goal, changed), (goal, newest, back)):
+            try:
+                deltas = [m for m in chain if m.representation.kind == "delta"]
+                way = cheapest_plan(near, deltas, {known.manifest.state}).deltas
+            except NoPlan:
+                continue
+            table = _after(known.table, compose(way))
+            for manifest, found in ((near, table), (far, _after(table, step))):
+                if state_digest(found) != manifest.state:
+                    raise DeltaError(
+                        f"the manifests from {known.manifest.version} on lead to {state_digest(found)}, "
+                        f"which is not the state of {manifest.version}"
+                    )
+            return "table"
+        return "manifests"
+
+    # -------------------------------------------------------------------------------------------- a full
+
+    async def _full(self, newest: Manifest, goal: Manifest, known: _Known | None) -> tuple[Payload, str]:
+        if known is not None and known.manifest.state == goal.state:
+            return await self._from(goal, known.checkpoint.directory)
+        self.say(f"rebuilding version {goal.number}")
+        root = self.work / "host"
+        await self.run_blocking(self.files.remove_tree, root)
+        host = HostCheckpoint(root, self.files)
+        stager = Stager(
+            self.store, self._chain, host, None, files=self.files, clock=self.clock, rng=self.rng,
+            run_blocking=self.run_blocking, activity=self.say,
+        )  # fmt: skip
+        try:
+            await self.run_blocking(host.open)
+            if known is not None:
+                await self.run_blocking(host.seed, known.checkpoint.directory, known.manifest)
+            return await self._from(goal, (await stager.stage(goal)).directory)
+        finally:
+            host.close()
+
+    async def _from(self, goal: Manifest, directory: Path) -> tuple[Payload, str]:
+        record = await self.run_blocking(describe_full, goal, directory, self.files)
+        names = tuple(file.name for file in record.representation.files)
+        return Payload("full", goal.state, directory, names), "bytes"
+
+
+def _is_done(head: Head, newest: Manifest, goal: Manifest) -> bool:
+    """Whether the head is a rollback to the goal: all between them is given up, and they are not."""
+    between = newest.history[0].number
+    given_up = head.abandoned_range(between)
+    return given_up is not None and given_up[0] == goal.number + 1 and given_up[1] < newest.number
+
+
+def _is_xor(manifest: Manifest) -> bool:
+    return manifest.representation.encoding == "xor"
+
+
+def _after(table: TensorTable, changed: Changed) -> dict[str, TensorInfo]:
+    """The table after a delta; DeltaError for a tensor that is not as the delta needs it."""
+    after = dict(table)
+    for name, (old, new) in changed.items():
+        if name not in table or table[name].digest != old:
+            raise DeltaError(f"tensor {name} is {table.get(name)}, and a delta needs {old}")
+        after[name] = replace(table[name], digest=new)
+    return after
