@@ -10,8 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from recipes.local.sglang_server import CPU_ARGUMENTS, free_port
+from recipes.local.sglang_server import environment as sglang_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = [ROOT / "plugins" / name for name in ("gateway", "embedded", "miles", "slime")]
@@ -21,15 +25,16 @@ PATIENCE = 420.0
 class Child:
     """One process in a session of its own, so that all that it starts can be ended with it."""
 
-    def __init__(self, name: str, arguments: list[str], root: Path, **variables: str) -> None:
+    def __init__(
+        self, name: str, arguments: list[str], root: Path, environment: Mapping[str, str],
+        python: Path | str = sys.executable, address: str | None = None,
+    ) -> None:  # fmt: skip
+        """``address``: its URL, where it prints none."""
         self.name, self.log = name, root / f"{name}-{time.monotonic_ns()}.log"
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *PLUGINS])), "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", **variables,
-        }  # fmt: skip
+        self._address = address
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", *arguments], stdout=log, stderr=subprocess.STDOUT,
+                [python, "-W", "ignore", *arguments], stdout=log, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
             )  # fmt: skip
 
@@ -47,16 +52,30 @@ class Child:
 
     def url(self) -> str:
         """Where it listens, from the JSON line that it prints."""
+        if self._address is not None:
+            return self._address
         text = self.until(lambda text: '"url"' in text and "\n" in text, "address", 120.0)
         line = next(line for line in text.splitlines() if '"url"' in line)
         return str(json.loads(line)["url"])
+
+    def until_ready(self, patience: float = PATIENCE) -> None:
+        """Returns once it serves a version."""
+
+        def ready(_: str) -> bool:
+            try:
+                with urllib.request.urlopen(f"{self.url()}/ready", timeout=2) as response:
+                    return bool(response.status == 200)
+            except OSError:
+                return False
+
+        self.until(ready, "a version to serve", patience)
 
     def wait(self, patience: float = PATIENCE) -> int:
         return self.process.wait(patience)
 
     def kill(self) -> None:
         """SIGKILL for the process and everything in its session."""
-        for pid in _session(self.process.pid):
+        for pid in session(self.process.pid):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -64,7 +83,7 @@ class Child:
         self.process.wait()
 
 
-def _session(leader: int) -> list[int]:
+def session(leader: int) -> list[int]:
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -90,19 +109,32 @@ class World:
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name("policy.py")), str(root)],
             check=True, capture_output=True,
         )  # fmt: skip
-        self.settings(stitch_run="math", stitch_store=self.store, stitch_work=f"{root}/work",
-                      stitch_channel="latest")  # fmt: skip
+        self.settings(**self.required)
 
     @property
     def store(self) -> str:
         return f"file:{self.root}/store"
 
-    def settings(self, **values: str) -> None:
+    @property
+    def required(self) -> dict[str, object]:
+        """Settings of every run here."""
+        return {
+            "stitch_run": "math", "stitch_store": self.store, "stitch_work": f"{self.root}/work",
+            "stitch_channel": "latest",
+        }  # fmt: skip
+
+    def settings(self, **values: object) -> None:
         """Write the YAML that the trainer reads."""
         (self.root / "stitch.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
 
     def start(self, name: str, *arguments: str) -> Child:
-        child = Child(name, list(arguments), self.root, RAY_DIRECTORY=self.ray)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *PLUGINS])), "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "RAY_DIRECTORY": self.ray,
+        }  # fmt: skip
+        return self._keep(Child(name, list(arguments), self.root, environment))
+
+    def _keep(self, child: Child) -> Child:
         self.children.append(child)
         return child
 
@@ -113,12 +145,31 @@ class World:
             "--engine", f"base_gpu_id={trainer_gpus}", "--port", "0", "--json",
         )  # fmt: skip
 
-    def replica(self, name: str, *options: str, kv_mode: str = "in_place") -> Child:
+    def replica(
+        self, name: str, *options: str, kv_mode: str = "in_place", program: str = "stitch_core.cli"
+    ) -> Child:
         return self.start(
-            name, "-m", "stitch_core.cli", "replica", "--store", self.store, "--base", f"{self.root}/boot",
+            name, "-m", program, "replica", "--store", self.store, "--base", f"{self.root}/boot",
             "--port", "0", "--poll", "0.5", "--host-dir", f"{self.root}/host-{name}", "--id", name,
             "--kv-mode", kv_mode, "--json", *options,
         )  # fmt: skip
+
+    def sglang(
+        self, name: str, python: Path, *options: str, kv_mode: str = "in_place",
+        program: str = "sglang.launch_server",
+    ) -> Child:  # fmt: skip
+        """A stock SGLang server that follows the store; ``python`` is of an environment with its wheel."""
+        port = free_port()
+        stitch = {
+            "store": self.store, "id": name, "kv_mode": kv_mode, "poll": "0.5", "drain": "5",
+            "host_dir": f"{self.root}/host-{name}",
+        }  # fmt: skip
+        variables = {f"STITCH_{key.upper()}": value for key, value in stitch.items()}
+        environment = sglang_environment(self.root, variables) | {"OMP_NUM_THREADS": "1"}
+        arguments = ["-m", program, "--model-path", f"{self.root}/boot", "--port", str(port)]
+        address = f"http://127.0.0.1:{port}"
+        child = Child(name, [*arguments, *CPU_ARGUMENTS, *options], self.root, environment, python, address)
+        return self._keep(child)
 
     def trainer(self, gateway: Child, rollouts: int, *flags: str) -> Child:
         port = gateway.url().rpartition(":")[2]
