@@ -1,0 +1,281 @@
+"""Encodes what changed between two sets of tensors as sparse files, in bounded memory on several threads.
+
+Each block is compared, hashed and coded while it is in the cache. Small tensors share tasks and blocks; a
+large one is split between threads, and then hashed on its own. Results are written in order as they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ..ports import Buffer, Files
+from ..safetensors import ByteArray, as_bytes
+from .scan import scan
+from .sparse_block import encode_block
+from .sparse_file import SMALL_BYTES, Block, Changed, SparseWriter, order
+
+BLOCK_BYTES = 4 << 20
+TASK_BYTES = 16 << 20
+FILE_BYTES = 1 << 30
+FILE_TENSORS = 1 << 20
+
+_DENSE = threading.Lock()
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor: its bytes before and after, the width of its elements, and the xxh3-128 of ``old``."""
+
+    name: str
+    old: Buffer
+    new: Buffer
+    width: int
+    digest: str
+
+
+@dataclass
+class SparseStats:
+    """What was encoded so far. Bytes of weights, elements in the widths given, bytes of files."""
+
+    tensors: int = 0
+    bytes: int = 0
+    changed_tensors: int = 0
+    changed_elements: int = 0
+    encoded_bytes: int = 0
+
+
+@dataclass
+class _Part:
+    """What one task found out: ``tensors`` end in it. ``split``: the tensor that the blocks are a part of."""
+
+    bytes: int
+    blocks: list[Block]
+    changed: dict[str, Changed]
+    tensors: int = 0
+    split: _Split | None = None
+
+
+@dataclass(frozen=True)
+class _Split:
+    source: Source
+    digest: Future[str]
+
+
+def encode_sparse(
+    sources: Sequence[Source],
+    path_of: Callable[[int], Path],
+    files: Files,
+    *,
+    workers: int | None = None,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[SparseStats], None] | None = None,
+) -> tuple[list[Path], dict[str, Changed], SparseStats]:
+    """Write ``path_of(0)``, ``path_of(1)``, ..., files of about ``file_bytes`` at most; none for no change.
+
+    Returns the paths, the changed tensors, and statistics; ``progress`` gets these after each task.
+    ``workers`` threads (by default one for each CPU, at most 8) hold a few MiB each, more only where most
+    elements change. Buffers must not change meanwhile. Files of a call that raises are removed.
+    """
+    ordered = sorted(sources, key=lambda source: order(source.name, len(source.new), source.width))
+    output = _Output(path_of, files, file_bytes)
+    count = workers or min(8, len(os.sched_getaffinity(0)))
+    try:
+        for part in _run(ordered, count):
+            output.add(part)
+            if progress:
+                progress(output.stats)
+        output.end_file()
+    except BaseException:
+        output.discard()
+        raise
+    return output.paths, output.changed, output.stats
+
+
+class _Output:
+    def __init__(self, path_of: Callable[[int], Path], files: Files, file_bytes: int) -> None:
+        self.paths: list[Path] = []
+        self.changed: dict[str, Changed] = {}
+        self.stats = SparseStats()
+        self._path_of, self._files, self._file_bytes = path_of, files, file_bytes
+        self._writer: SparseWriter | None = None
+        self._in_file: dict[str, Changed] = {}
+        self._held: list[Block] = []  # of a tensor without changes so far
+        self._split_changes = 0
+
+    def add(self, part: _Part) -> None:
+        self.stats.bytes += part.bytes
+        self.stats.tensors += part.tensors
+        self._held += part.blocks
+        if any(block.changes for block in part.blocks):
+            self._write_held()
+        changed = part.changed
+        if part.split:
+            self._split_changes += sum(block.changes for block in part.blocks)
+            if part.tensors and self._split_changes:
+                source = part.split.source
+                digest = part.split.digest.result()
+                changed = {source.name: Changed(len(source.new), source.width, source.digest, digest)}
+                self._write_held()
+            if part.tensors:
+                self._held.clear()  # of a tensor that has not changed
+                self._split_changes = 0
+        self._in_file |= changed
+        self.changed |= changed
+        self.stats.changed_tensors += len(changed)
+        full = self._writer and (self._writer.size > self._file_bytes or len(self._in_file) > FILE_TENSORS)
+        if full and part.tensors:
+            self.end_file()
+
+    def _write_held(self) -> None:
+        if self._writer is None:
+            self._writer = SparseWriter(self._path_of(len(self.paths)), self._files)
+        for block in self._held:
+            self._writer.add_block(block)
+            self.stats.changed_elements += block.changes
+        self._held.clear()
+
+    def end_file(self) -> None:
+        if self._writer is not None:
+            self._writer.finish(self._in_file)
+            self.paths.append(self._writer.path)
+            self.stats.encoded_bytes += self._writer.size
+        self._writer, self._in_file = None, {}
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+        for path in self.paths:
+            self._files.remove(path)
+
+
+# ----------------------------------------------------------------------------------------------- tasks
+
+
+def _run(ordered: Sequence[Source], workers: int) -> Iterator[_Part]:
+    """The parts in order. At most two for each worker are under way or wait to be written."""
+    if workers == 1:
+        yield from (task() for task in _tasks(ordered, None))
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="stitch-encode") as pool:
+        waiting: deque[Future[_Part]] = deque()
+        try:
+            for task in _tasks(ordered, pool):
+                waiting.append(pool.submit(task))
+                if len(waiting) >= 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterator[Callable[[], _Part]]:
+    """Tasks in the order of the byte space: runs of small tensors, whole tensors, parts of large ones."""
+    batch: list[Source] = []
+    size = 0
+    for source in ordered:
+        nbytes = len(source.new)
+        if batch and (nbytes >= SMALL_BYTES or size + nbytes > BLOCK_BYTES or source.width != batch[0].width):
+            yield partial(_small, batch)
+            batch, size = [], 0
+        if nbytes >= SMALL_BYTES:
+            yield from _large_tasks(source, pool)
+        else:
+            batch.append(source)
+            size += nbytes
+    if batch:
+        yield partial(_small, batch)
+
+
+def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[Callable[[], _Part]]:
+    nbytes = len(source.new)
+    if pool is None or nbytes <= 2 * TASK_BYTES:
+        yield partial(_whole, source)
+        return
+    split = _Split(source, pool.submit(xxhash.xxh3_128_hexdigest, source.new))
+    for start in range(0, nbytes, TASK_BYTES):
+        yield partial(_range, split, start, min(start + TASK_BYTES, nbytes))
+
+
+def _whole(source: Source) -> _Part:
+    """A tensor in one task, hashed while each block is in the cache."""
+    hasher = xxhash.xxh3_128()
+    old, new = as_bytes(source.old), as_bytes(source.new)
+    blocks = []
+    for at in range(0, new.size, BLOCK_BYTES):
+        part = new[at : at + BLOCK_BYTES]
+        blocks.append(_block(old[at : at + BLOCK_BYTES], part, source.width))
+        hasher.update(part.data)
+    if not any(block.changes for block in blocks):
+        return _Part(new.size, [], {}, 1)
+    row = Changed(new.size, source.width, source.digest, hasher.hexdigest())
+    return _Part(new.size, blocks, {source.name: row}, 1)
+
+
+def _range(split: _Split, start: int, end: int) -> _Part:
+    """A part of a tensor that is hashed elsewhere."""
+    old, new, width = as_bytes(split.source.old), as_bytes(split.source.new), split.source.width
+    blocks = []
+    for at in range(start, end, BLOCK_BYTES):
+        stop = min(at + BLOCK_BYTES, end)
+        blocks.append(_block(old[at:stop], new[at:stop], width))
+    return _Part(end - start, blocks, {}, int(end == new.size), split)
+
+
+def _small(batch: Sequence[Source]) -> _Part:
+    """Tensors that share a block; those that have not changed are taken out of it."""
+    width = batch[0].width
+    sizes = np.array([len(source.new) for source in batch], np.int64)
+    total = int(sizes.sum())
+    old, new = _joined([source.old for source in batch], 0), _joined([source.new for source in batch], 1)
+    positions, values = scan(old, new, width)
+    ends = np.cumsum(sizes) // width
+    counts = np.diff(np.searchsorted(positions, ends), prepend=0)
+    ends = ends.tolist()
+    changed, start = {}, 0
+    for source, end, count in zip(batch, ends, counts.tolist(), strict=True):
+        if count:
+            data = new[start * width : end * width]
+            row = Changed(data.size, width, source.digest, xxhash.xxh3_128_hexdigest(data.data))
+            changed[source.name] = row
+        start = end
+    if not changed:
+        return _Part(total, [], {}, len(batch))
+    removed = np.cumsum(np.where(counts, 0, sizes)) // width
+    if removed[-1]:
+        positions -= np.repeat(removed, counts)
+    covered = total - int(removed[-1]) * width
+    block = Block(encode_block(positions, values), covered, width, positions.size)
+    return _Part(total, [block], changed, len(batch))
+
+
+def _block(old: ByteArray, new: ByteArray, width: int) -> Block:
+    # Where most elements change, positions take many times the weights' bytes: one such block at a time.
+    probe = slice(0, 1 << 14)
+    dense = int(np.count_nonzero(old[probe] != new[probe])) > new[probe].size // 8
+    with _DENSE if dense else contextlib.nullcontext():
+        positions, values = scan(old, new, width)
+        return Block(encode_block(positions, values), new.size, width, positions.size)
+
+
+def _joined(parts: list[Buffer], which: int) -> ByteArray:
+    """The parts end to end in one of this thread's two buffers."""
+    if not hasattr(_local, "joined"):
+        _local.joined = np.empty((2, BLOCK_BYTES), np.uint8)
+    size = sum(map(len, parts))
+    out: ByteArray = _local.joined[which][:size]
+    np.concatenate([as_bytes(part) for part in parts], out=out)
+    return out
