@@ -302,6 +302,13 @@ class Reconciler:
             )
 
     async def _still_wanted(self, manifest: Manifest) -> bool:
-        """Whether the channel still means this run. That newer versions exist is the next pass's work."""
+        """Whether the channel still means this run, and no rollback has passed the version over.
+
+        That newer versions exist is the next pass's work.
+        """
         channel = await self._read_channel()
-        return channel.run == manifest.run and channel.exact in (None, manifest.number)
+        if channel.run != manifest.run or channel.exact is not None:
+            return (channel.run, channel.exact) == (manifest.run, manifest.number)
+        head, _ = await self._chain.head(channel.run)
+        # One that is given up and still the head is served until the rollback is there.
+        return head.number == manifest.number or head.abandoned_range(manifest.number) is None
