@@ -462,3 +462,33 @@ def test_reconciler_needs_somewhere_to_stage(f: Following) -> None:
             f.store, f.engine, f.gate, None, Follow("r"), f.trainer.boot, f.reconciler.files,
             f.reconciler.clock, f.reconciler.rng, f.reconciler.run_blocking,
         )  # fmt: skip
+
+
+async def test_what_a_rollback_passed_over_is_not_activated(f: Following) -> None:
+    """It was staged before the rollback; what merely is no longer the newest is activated all the same."""
+    await f.publish()
+    await f.catch_up()
+    await f.publish()
+
+    async def rolled_back() -> None:
+        f.engine.after.clear()
+        operator = f.trainer.publisher(f.memory)
+        await operator.take_back(1)
+        f.trainer.resume(f.versions[1].state)
+        f.versions.append(await f.trainer.publish(operator))
+
+    f.engine.after["prepare"] = rolled_back
+    assert not await f.reconciler.reconcile()
+    f.check(f.versions[1])
+    assert await f.reconciler.reconcile()
+    f.check(f.versions[3])
+    assert f.engine.names("activate")[-2:] == ["r/weight_v000001", "r/weight_v000003"]
+
+
+async def test_what_is_given_up_is_served_until_the_rollback_is_there(f: Following) -> None:
+    """A rollback that died after its claim leaves a head that replicas still reach."""
+    await f.publish()
+    await f.publish()
+    await f.trainer.publisher(f.memory).take_back(1)
+    await f.catch_up()
+    f.check(f.versions[2])
