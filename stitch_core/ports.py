@@ -7,6 +7,7 @@ the host checkpoint and the codecs are, and every one of its calls is a point wh
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -276,6 +277,18 @@ class DigestingStore(Store, Protocol):
         ...
 
 
+class BrowsableStore(Store, Protocol):
+    """A store that people's tools may look at more cheaply. Nothing is decided by what these tell."""
+
+    async def folders(self, prefix: str) -> builtins.list[str] | None:
+        """Names between ``prefix``, which ends with '/', and the next '/'; None where it cannot."""
+        ...
+
+    async def modified(self, key: str) -> float | None:
+        """When an object was written, by the store's own clock; None where it does not tell. NotFound."""
+        ...
+
+
 # --------------------------------------------------------------------------------------------- engine
 
 KVMode = Literal["in_place", "retract"]
@@ -377,5 +390,12 @@ class TrainerGroup(Protocol):
         """Every process's (picklable) value, in the order of ranks, in every process.
 
         Raises when a process is gone, as the framework's group does.
+        """
+        ...
+
+    def twin(self) -> TrainerGroup:
+        """Another group of the same processes, for what a thread of its own does in all of them.
+
+        Every process calls this, at the same time.
         """
         ...

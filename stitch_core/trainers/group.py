@@ -23,7 +23,7 @@ class Solo:
     def gather(self, value: T) -> list[T]:
         return [value]
 
-    def twin(self) -> Solo:
+    def twin(self) -> TrainerGroup:
         return Solo()
 
 
@@ -54,8 +54,8 @@ class ProcessGroup:
         self.rank: int = distributed.get_rank(group())
         self.size: int = distributed.get_world_size(group())
 
-    def twin(self) -> ProcessGroup:
-        """Another group of the same processes, for a thread of its own; every process calls this."""
+    def twin(self) -> TrainerGroup:
+        """A group of gloo's own: frameworks' other collectives may run meanwhile."""
         ranks = [self._global(rank) for rank in range(self.size)]
         made = self._distributed.new_group(ranks, backend="gloo")
         return ProcessGroup(self._distributed, lambda: made)

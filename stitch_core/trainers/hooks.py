@@ -5,16 +5,22 @@ A process has one trainer, so what was set up at start is kept here for the hook
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..files import PosixFiles
+from ..manifest import Manifest
 from ..ports import TrainerGroup
+from ..retry import Retry
+from ..stores import open_store
+from .exports import Exports
 from .group import RanksFailed, together
 from .publication import GroupPublisher, Start
+from .record import RunRecord, check_run, loaded_record
 from .settings import TrainerSettings, read_settings
 
 logger = logging.getLogger("stitch")
@@ -27,25 +33,56 @@ class Trainer:
     ``step`` is the rollout that is trained on, where the framework tells; ``failed`` why a stock publish did.
     """
 
-    def __init__(self, settings: TrainerSettings, group: TrainerGroup, framework: str) -> None:
+    def __init__(
+        self, settings: TrainerSettings, group: TrainerGroup, framework: str, args: Any = None
+    ) -> None:
         """No I/O, nothing collective: a critic's processes set up too, and never publish."""
-        self.settings, self.group, self.framework = settings, group, framework
+        self.settings, self.group, self.framework, self.args = settings, group, framework, args
         self.files = PosixFiles()
         self.step: int | None = None
         self.failed: str | None = None
         self._publisher: GroupPublisher | None = None
+        self._exports: Exports | None = None
 
     def begin(self) -> Start:
         """Claim the run; collective. Called again it claims again."""
         if self._publisher is None:
             self._publisher = GroupPublisher(self.settings, self.group, producer={"name": self.framework})
-        start = self._publisher.claim()
+            self._publisher.on_published = self._published
+        start = self._publisher.claim(self._saved)
         if self.group.rank == 0:
             logger.info(
                 "run %s is claimed (epoch %d), its head is version %d%s", self.settings.run, start.epoch,
                 start.number, "; the trainer's weights become the next one" if start.resumed else "",
             )  # fmt: skip
         return start
+
+    def _saved(self) -> RunRecord | None:
+        """Where the run stood when the checkpoint was saved that the trainer has loaded."""
+        record = loaded_record(self.args, self.files)
+        if record is not None:
+            check_run(record, self.settings.run, Path(self.args.load).absolute())
+        return record
+
+    @property
+    def ends(self) -> bool:
+        """Whether this is the last step: what is published now has to be published when the process ends."""
+        last = getattr(self.args, "num_rollout", None)
+        return self.step is not None and last is not None and self.step >= last - 1
+
+    def exported(self, directory: Path) -> None:
+        """On rank 0: the framework has exported a checkpoint."""
+        if self._exports is None:
+            url = self.settings.store
+            self._exports = Exports(
+                lambda: open_store(url), self.files, Retry(attempts=None, deadline=self.settings.patience)
+            )
+        self._exports.saved(directory)
+
+    def _published(self, manifest: Manifest) -> None:
+        logger.info("published version %d of run %s", manifest.number, manifest.run)
+        if self._exports is not None:
+            self._exports.published(manifest)
 
     @property
     def publisher(self) -> GroupPublisher:
@@ -71,7 +108,7 @@ def set_up(
         return read_settings(args, argv)
 
     settings = together(group, "preflight of Stitch", check)[group.rank]
-    _TRAINER = Trainer(settings, group, framework)
+    _TRAINER = Trainer(settings, group, framework, args)
     return _TRAINER
 
 
@@ -113,12 +150,65 @@ def before_train_step(
     trainer().step = rollout_id
 
 
+def post_save(
+    args: Any, rollout_id: int, checkpoint_dir: Any, hf_checkpoint_dir: str | Path | None = None
+) -> None:
+    """``--custom-megatron-post-save-hook-path`` (Miles): an export becomes a full, if it is a version.
+
+    Called on global rank 0 alone, so nothing collective may happen; it returns at once.
+    """
+    if hf_checkpoint_dir is not None:
+        trainer().exported(Path(hf_checkpoint_dir).absolute())
+
+
+def offer_exports(module: Any, name: str) -> None:
+    """For a framework without that hook: wrap its function ``name(args, directory, ...)``, which exports."""
+    original = getattr(module, name, None)
+    if original is None:
+        logger.warning("%s has no %s: exports do not become fulls here", module.__name__, name)
+        return
+    if getattr(original, "stitch", False):
+        return
+
+    def export(args: Any, directory: Any, *rest: Any, **named: Any) -> Any:
+        result = original(args, directory, *rest, **named)
+        if trainer().group.rank == 0:
+            trainer().exported(Path(directory).absolute())
+        return result
+
+    export.stitch = True  # type: ignore[attr-defined]
+    setattr(module, name, export)
+
+
+@contextlib.contextmanager
+def snapshot_from(updater: Any, directory: Path) -> Iterator[None]:
+    """Have a framework's updater take its snapshot from ``directory``. Raises RanksFailed if it cannot."""
+    args = getattr(updater, "args", None)
+    given = getattr(args, "hf_checkpoint", None)
+    if args is None or given is None:
+        raise RanksFailed(
+            f"{type(updater).__name__} has no args.hf_checkpoint to take its snapshot from, which has to be "
+            f"{directory}: this revision of the framework is not supported (see MILES_FORK.md)"
+        )
+    args.hf_checkpoint = str(directory)
+    try:
+        yield
+    finally:
+        args.hf_checkpoint = given
+
+
 def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> None:
     """Make a framework's delta updater claim the run first, count on from its head, and publish on resume.
 
     The stock updater's first call publishes nothing and counts from 0. A resumed trainer has weights of its
-    own, which nobody serves yet: they become the next version at once.
+    own, which nobody serves yet: they become the next version at once. Its snapshot is taken from what the
+    claim proved. Raises RanksFailed for settings that only Stitch's own encoder can have.
     """
+    if trainer().settings.async_:
+        raise RanksFailed(
+            "stitch_async: this framework's own encoder has moved on before Stitch publishes, and its next "
+            "call waits for the version: only Stitch's own encoder can publish behind the step; take it out"
+        )
     original = updater.update_weights  # type: ignore[attr-defined]
     if getattr(original, "stitch", False):
         return
@@ -128,9 +218,12 @@ def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> Non
         if self._baseline_captured:
             original(self)
             return
-        start = trainer().begin()
+        here = trainer()
+        start = here.begin()
         self.weight_version = start.number
-        original(self)
+        with snapshot_from(self, here.publisher.base):
+            original(self)
+        here.publisher.release_base()
         if start.resumed:
             original(self)
 

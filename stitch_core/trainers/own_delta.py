@@ -6,67 +6,156 @@ when its publishing fails, so the next publish repairs what a failed one left ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..checkpoint import Checkpoint
 from ..delta.directory import write_index, write_shards
 from ..delta.encoder import DeltaEncoder
 from ..delta.wire import DeltaError
+from ..pipeline import Pipeline
 from ..ports import Files
 from ..safetensors import Tensor
 from ..state import TensorInfo
 from ..versions import directory_name
 from .group import together
-from .publication import GroupPublisher
+from .publication import FleetLate, GroupPublisher
 
 
 class OwnDelta:
-    """Encodes and publishes a policy that lies on several ranks, none of it twice."""
+    """Encodes and publishes a policy that lies on several ranks, none of it twice.
+
+    With the setting ``async_`` a version is published behind the next step: at most one more waits, and the
+    next ``publish`` is where a failure is raised, and where the base goes back for it.
+    """
 
     def __init__(self, publisher: GroupPublisher, files: Files) -> None:
         """``publisher`` has claimed the run."""
         self._publisher, self._files, self._group = publisher, files, publisher.group
         self._work = publisher.settings.work / "updates"
-        self._boot = Checkpoint.open(publisher.settings.boot, files)
+        self._boot = Checkpoint.open(publisher.base, files)
         self._encoder: DeltaEncoder | None = None
+        self._pipeline: Pipeline[None] | None = None
         self._started_at = publisher.number
+        self._late: dict[int, FleetLate] = {}
+        self._thread = ThreadPoolExecutor(1, "stitch-behind") if publisher.behind else None
 
-    def publish(self, tensors: Mapping[str, Tensor], *, step: int | None = None) -> int | None:
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, step: int | None = None, wait: bool = False
+    ) -> int | None:
         """Publish the policy; its number, or None when the trainer starts with the head's own weights.
 
         ``tensors`` are this rank's, under the names and in the layout of the boot checkpoint; a rank that
-        is no source passes none. A tensor that several ranks pass is taken from the first. Raises
-        RanksFailed, and then the next publish encodes against what the head last took.
+        is no source passes none. A tensor that several ranks pass is taken from the first. ``wait``: return
+        when it is published, also where publishing goes on behind the step. Raises RanksFailed, of this
+        version or of one before it, and then the next publish encodes against what the head last took.
         """
         names = together(self._group, "gathering the policy", lambda: sorted(tensors))
         mine = self._share(names)
+        self._settle(everything=False)
         number = self._publisher.reserve()
-        what = f"encoding {directory_name(number)}"
-        if self._encoder is None:
-            together(self._group, what, lambda: self._check(names))
-            encoders: list[DeltaEncoder] = []  # not gathered: it holds the weights
-            together(self._group, what, lambda: encoders.append(self._base(mine)))
-            self._encoder = encoders[0]
-        encoder = self._encoder
+        encoder, pipeline = self._started(names, mine, number)
         directory = self._work / directory_name(number)
         try:
             own = {name: tensors[name] for name in mine}
-            parts = together(self._group, what, lambda: self._encode(encoder, own, directory))
-            weight_map = {name: file for part, _ in parts for name, file in part.items()}
-            if self._publisher.number == self._started_at:
-                table = {name: info for _, part in parts for name, info in part.items()}
-                if self._publisher.adopt(table):
-                    encoder.commit()
-                    self._files.remove_tree(directory)
-                    return None
-            together(self._group, what, lambda: self._index(directory, weight_map, number))
-            self._publisher.publish(directory, number, step=step)
+            if not self._write(encoder, pipeline, own, directory, number):
+                return None
+            self._publisher.use(number)
         except BaseException:
+            # What was encoded before this is still on its way; only this one is taken back.
+            pipeline.settle(len(pipeline.outstanding()))
             encoder.undo()
             raise
-        encoder.commit()
+        pipeline.queued(number, self._begin(lambda: self._deliver(pipeline, directory, number, step)))
+        if self._thread is None or wait:
+            self._settle(everything=True)
         return number
+
+    def flush(self) -> None:
+        """Wait for what is on its way; collective. Raises RanksFailed."""
+        self._settle(everything=True)
+
+    def _started(
+        self, names: list[list[str]], mine: list[str], number: int
+    ) -> tuple[DeltaEncoder, Pipeline[None]]:
+        """The encoder, made from the base when the first version is encoded."""
+        if self._encoder is None or self._pipeline is None:
+            what = f"encoding {directory_name(number)}"
+            together(self._group, what, lambda: self._check(names))
+            encoders: list[DeltaEncoder] = []  # not gathered: it holds the weights
+            together(self._group, what, lambda: encoders.append(self._base(mine)))
+            self._publisher.release_base()
+            self._encoder = encoders[0]
+            self._pipeline = Pipeline(self._encoder, self._started_at)
+        return self._encoder, self._pipeline
+
+    def _write(
+        self,
+        encoder: DeltaEncoder,
+        pipeline: Pipeline[None],
+        own: Mapping[str, Tensor],
+        directory: Path,
+        number: int,
+    ) -> bool:
+        """Encode into ``directory``; False where the head has this state and nothing is to be published."""
+        what = f"encoding {directory_name(number)}"
+        base = pipeline.encoded
+        parts = together(self._group, what, lambda: self._encode(encoder, own, directory))
+        weight_map = {name: file for part, _ in parts for name, file in part.items()}
+        if base == self._started_at:
+            table = {name: info for _, part in parts for name, info in part.items()}
+            if self._publisher.adopt(table):
+                encoder.commit()
+                self._files.remove_tree(directory)
+                return False
+        together(self._group, what, lambda: self._index(directory, weight_map, number, base))
+        return True
+
+    def _begin(self, call: Callable[[], None]) -> Future[None]:
+        if self._thread is not None:
+            return self._thread.submit(call)
+        future: Future[None] = Future()
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def _deliver(self, pipeline: Pipeline[None], directory: Path, number: int, step: int | None) -> None:
+        group = self._publisher.behind or self._group
+        with pipeline.turn(number):
+            try:
+                self._publisher.deliver(directory, number, group, step=step)
+            except BaseException:
+                with contextlib.suppress(OSError):  # it will not be published under this number
+                    self._files.remove_tree(directory)
+                raise
+        try:
+            self._publisher.wait_for_fleet(number, group)
+        except FleetLate as late:  # it is published: the base stays
+            self._late[number] = late
+
+    def _settle(self, everything: bool) -> None:
+        """Let the base follow what has ended, by the same versions on every rank; raise what failed."""
+        pipeline = self._pipeline
+        if pipeline is None or not pipeline.outstanding():
+            return  # alike on every rank: all queue and settle the same versions
+
+        def here() -> int:
+            if everything:
+                return len(pipeline.outstanding())
+            pipeline.make_room(None)  # each call in a publish has its own deadline
+            return pipeline.ended()
+
+        count = max(together(self._group, "publishing behind the step", here))
+        failure = pipeline.settle(count)
+        late = [self._late.pop(number) for number in sorted(self._late) if number <= pipeline.published]
+        for problem in (failure, *late):
+            if problem is not None:
+                raise problem
 
     def _share(self, names: list[list[str]]) -> list[str]:
         """The names of this rank that no rank before it has."""
@@ -102,6 +191,6 @@ class OwnDelta:
         encoder.write(own, writer)
         return written, dict(encoder.table)
 
-    def _index(self, directory: Path, weight_map: Mapping[str, str], number: int) -> None:
+    def _index(self, directory: Path, weight_map: Mapping[str, str], number: int, base: int) -> None:
         if self._group.rank == 0:
-            write_index(directory, self._files, weight_map, number=number, base_number=number - 1)
+            write_index(directory, self._files, weight_map, number=number, base_number=base)

@@ -7,6 +7,7 @@ call here is made by every rank, and ends alike on every rank.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files import PosixFiles
+from ..fleet import wait_for_replicas
 from ..head import Channel, channel_key
-from ..manifest import Manifest
+from ..manifest import Manifest, Row
 from ..payload import Boot, Payload
 from ..ports import Files, FileSource, NotFound, Store, SystemClock, TrainerGroup
 from ..publisher import Publisher, PublishError
@@ -27,23 +29,36 @@ from ..stores.bounded import BoundedStore
 from ..stores.transfer import upload
 from ..threads import LoopThread
 from ..versions import directory_name
+from .base import BaseCheckout, base_row
 from .boot import boot_table
 from .group import RanksFailed, together
+from .prover import Prover
 from .receipts import Listing, Receipt, assign, describe, judge, list_version
+from .record import RunRecord
 from .settings import TrainerSettings
 
 STORE_SECONDS = 60.0
 PARALLEL_UPLOADS = 8
 
+logger = logging.getLogger("stitch")
+
+
+class FleetLate(RanksFailed):
+    """The version is published, and too few replicas serve it in time: the trainer was told to stop then."""
+
 
 @dataclass(frozen=True)
 class Start:
-    """What a claim found: the head's number, whether the run had versions before, and its epoch."""
+    """What a claim found: the head's number, whether the run had versions before, its epoch and state.
+
+    ``base`` is the version that the next delta builds on, None for version 0.
+    """
 
     number: int
     epoch: int
     resumed: bool
     state: str
+    base: Row | None = None
 
 
 class GroupPublisher:
@@ -58,7 +73,10 @@ class GroupPublisher:
         store: Callable[[], Store] | None = None,
         producer: Mapping[str, Any] | None = None,
     ) -> None:
-        """No I/O yet. ``store`` opens the store (by default the one of the settings)."""
+        """No I/O yet; collective with ``async_``. ``store`` opens the store (by default the settings' one).
+
+        ``on_published`` is called on rank 0 with each version that the head names.
+        """
         self.settings, self.group = settings, group
         self._files = files or PosixFiles()
         self._open = store or (lambda: open_store(settings.store))
@@ -67,23 +85,39 @@ class GroupPublisher:
         self._loop = LoopThread("stitch-publish")
         self._store: Store = BoundedStore(self._open(), STORE_SECONDS)
         self._publisher: Publisher | None = None
+        self._prover: Prover | None = None
+        self._checkout = BaseCheckout(settings, group, self._store, self._files, self._loop.run)
         self._boot: TensorTable = {}
         self._table: TensorTable = {}
+        self.behind: TrainerGroup | None = group.twin() if settings.async_ else None
+        self.base = settings.boot
         self.start: Start | None = None
         self.number = 0
+        self.on_published: Callable[[Manifest], None] = lambda _: None
         self._reserved: int | None = None
 
-    def claim(self) -> Start:
+    def claim(self, saved: Callable[[], RunRecord | None] = lambda: None) -> Start:
         """Prove the boot checkpoint, become the run's writer, and fence the one before.
 
-        The next delta's base is the boot checkpoint, whatever the head is: that is what the framework's
-        snapshot is taken from. Raises RanksFailed.
+        ``saved``, asked on rank 0, is the record of the checkpoint that the trainer goes on from. The next
+        delta builds on ``base``, a checkpoint directory on every host whose state was proven: the framework's
+        snapshot is to be taken from there, and ``release_base`` called then. Raises RanksFailed.
         """
         self._boot = self._table = boot_table(self.settings.boot, self._files, self.group)
-        claimed = together(self.group, f"claiming run {self.settings.run}", self._claim_here)[0]
+        what = f"claiming run {self.settings.run}"
+        claimed = together(self.group, what, lambda: self._claim_here(saved))[0]
         assert claimed is not None
         self.start, self.number = claimed, claimed.number
+        self.base = self.settings.boot
+        if claimed.base is not None:
+            self.base, self._table = self._checkout.check_out(claimed.base)
         return claimed
+
+    def release_base(self) -> None:
+        """The snapshot is taken from ``base``, on every rank: it is not needed any more."""
+        if self.base != self.settings.boot:
+            self._checkout.release()
+            self.base = self.settings.boot
 
     def reserve(self) -> int:
         """The number of the next version; the same one until ``publish`` uses it up, however that ends."""
@@ -91,7 +125,7 @@ class GroupPublisher:
             return self._reserved
 
         def here() -> int | None:
-            return self._rank0().reserve() if self.group.rank == 0 else None
+            return self._loop.run(self._reserve_here()) if self.group.rank == 0 else None
 
         number = together(self.group, f"numbering a version of run {self.settings.run}", here)[0]
         assert number is not None
@@ -108,49 +142,89 @@ class GroupPublisher:
     def publish(self, directory: Path, number: int, *, step: int | None = None) -> int:
         """Make the delta in ``directory`` (on whichever hosts its files lie) version ``number``.
 
-        Returns when the head names it. Raises RanksFailed on every rank otherwise: then the framework's own
-        base has moved and the trainer has to stop.
+        Returns when the head names it, and as many replicas serve it as the settings ask for. Raises
+        RanksFailed on every rank otherwise: then the framework's own base has moved and the trainer has to
+        stop.
         """
-        what = f"publishing {directory_name(number)} of run {self.settings.run}"
+        self.use(number)
+        self.deliver(directory, number, self.group, step=step)
+        self.wait_for_fleet(number, self.group)
+        return number
+
+    def use(self, number: int) -> None:
+        """``number`` is now used up; it must be the reserved one. Raises RanksFailed."""
         reserved, self._reserved = self.reserve(), None
         if number != reserved:
             raise RanksFailed(
-                f"{what}: the run goes on at {reserved}, and the framework's own counter says {number}; it "
-                "is set at start by Stitch's hook in --custom-megatron-init-path"
+                f"publishing {directory_name(number)} of run {self.settings.run}: the run goes on at "
+                f"{reserved}, and the framework's own counter says {number}; it is set at start by Stitch's "
+                "hook in --custom-megatron-init-path"
             )
+
+    def deliver(self, directory: Path, number: int, group: TrainerGroup, *, step: int | None = None) -> None:
+        """Publish a number that was used, on any one thread; ``group`` is that thread's own.
+
+        Returns when the head names it. Raises RanksFailed on every rank, which says at what it failed.
+        """
+        what = f"publishing {directory_name(number)} of run {self.settings.run}"
         seen = together(
-            self.group, what, lambda: (list_version(directory, self._files), self._prefix(number))
+            group, f"{what} (listing)", lambda: (list_version(directory, self._files), self._prefix(number))
         )
-        prefix = seen[0][1]
-        owners = together(self.group, what, lambda: assign([listing for listing, _ in seen]))[self.group.rank]
-        mine = [name for name, rank in owners.items() if rank == self.group.rank]
-        parts = together(self.group, what, lambda: self._upload(directory, mine, prefix or ""))
+        prefix = seen[0][1] or ""
+        listings = [listing for listing, _ in seen]
+        owners = together(group, f"{what} (listing)", lambda: assign(listings))[group.rank]
+        mine = [name for name, rank in owners.items() if rank == group.rank]
+        parts = together(group, f"{what} (uploading)", lambda: self._upload(directory, mine, prefix))
         receipts = [receipt for part in parts for receipt in part]
-        together(self.group, what, lambda: self._finish(directory, number, receipts, step))
+        finish = lambda: self._finish(directory, number, receipts, prefix, step)  # noqa: E731
+        together(group, f"{what} (moving the head)", finish)
         self.number = number
-        self._clean(directory, seen[self.group.rank][0])
-        return number
+        self._clean(directory, listings[group.rank])
+
+    def wait_for_fleet(self, number: int, group: TrainerGroup) -> None:
+        """Wait for the replicas that the settings ask for. Raises FleetLate where they say so."""
+        settings = self.settings
+        wanted = settings.wait_replicas
+        if wanted is None:
+            return
+
+        def here() -> str | None:
+            return None if group.rank else self._loop.run(wait_for_replicas(
+                self._store, settings.run, number, wanted, settings.wait_replicas_timeout,
+                clock=SystemClock(),
+            ))  # fmt: skip
+
+        late = together(group, f"waiting for replicas at {directory_name(number)}", here)[0]
+        if late is not None and settings.wait_replicas_then == "stop":
+            raise FleetLate(late)
+        if late is not None and group.rank == 0:
+            logger.warning("%s", late)
 
     def close(self) -> None:
         """Let go of the store. Nothing may be running."""
+        if self._prover is not None:
+            self._prover.close()
         self._loop.run(self._store.close())
         self._loop.close()
 
     # ---------------------------------------------------------------------------------------- rank 0 only
 
-    def _claim_here(self) -> Start | None:
+    def _claim_here(self, saved: Callable[[], RunRecord | None]) -> Start | None:
         if self.group.rank != 0:
             return None
+        settings, record = self.settings, saved()
         publisher = Publisher(
-            self._store, self.settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
+            self._store, settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=self._producer,
-            retry=self._retry, swap_deadline=self.settings.patience,
+            retry=self._retry, swap_deadline=settings.patience, alone=settings.alone,
         )  # fmt: skip
-        head = self._loop.run(publisher.claim(Boot(str(self.settings.boot), state_digest(self._boot))))
-        if self.settings.channel is not None:
-            self._loop.run(self._point(self.settings.channel))
+        number = None if record is None else record.version
+        boot = Boot(str(settings.boot), state_digest(self._boot))
+        head = self._loop.run(publisher.claim(boot, saved=number, override=settings.override))
+        if settings.channel is not None:
+            self._loop.run(self._point(settings.channel))
         self._publisher = publisher
-        return Start(head.number, publisher.epoch, head.number > 0, head.state)
+        return Start(head.number, publisher.epoch, head.number > 0, head.state, base_row(head, number))
 
     async def _point(self, name: str) -> None:
         key = channel_key(name)
@@ -168,20 +242,44 @@ class GroupPublisher:
             raise PublishError(f"run {self.settings.run} has not been claimed by this process")
         return self._publisher
 
+    async def _reserve_here(self) -> int:
+        return self._rank0().reserve()
+
     def _prefix(self, number: int) -> str | None:
         """Where the version's files go."""
         return self._rank0().prefix(number) if self.group.rank == 0 else None
 
-    def _finish(self, directory: Path, number: int, receipts: list[Receipt], step: int | None) -> None:
+    def _finish(
+        self, directory: Path, number: int, receipts: list[Receipt], prefix: str, step: int | None
+    ) -> None:
         if self.group.rank != 0:
             return
-        verdict = judge(receipts, self._table, str(directory))
+        base, uploaded = state_digest(self._table), tuple(receipt.file for receipt in receipts)
+        prover, proven = self._proving(), None
+        if prover is not None:
+            proven, state = self._loop.run(prover.prove(self._rank0().head, base, prefix, uploaded))
+        verdict = judge(receipts, self._table, str(directory), proven)
+        if prover is not None and state != verdict.state:
+            raise PublishError(f"the delta was proven to give {state}, its receipts say {verdict.state}")
         payload = Payload(
-            "delta", verdict.state, directory, (), state_digest(self._table), verdict.encoding,
-            verdict.changed, step, uploaded=tuple(receipt.file for receipt in receipts),
+            "delta", verdict.state, directory, (), base, verdict.encoding, verdict.changed, step,
+            uploaded=uploaded,
         )  # fmt: skip
-        self._loop.run(self._rank0().publish(payload, number))
+        manifest = self._loop.run(self._rank0().publish(payload, number))
         self._table = verdict.table
+        self.on_published(manifest)
+        if prover is not None:
+            try:
+                self._loop.run(prover.published(manifest))
+            except Exception as error:  # the head has moved: the next proof rebuilds its copy
+                logger.warning("the proven copy did not follow to %s: %s", manifest.version, error)
+
+    def _proving(self) -> Prover | None:
+        """The prover, if the settings ask for proofs."""
+        if self.settings.prove and self._prover is None:
+            settings = self.settings
+            self._prover = Prover(self._store, settings.boot, settings.work, self._files, self._retry)
+        return self._prover
 
     @property
     def head(self) -> Manifest:

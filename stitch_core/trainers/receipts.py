@@ -54,11 +54,15 @@ def list_version(directory: Path, files: Files) -> Listing:
     if not files.exists(directory):
         return Listing("", {})
     names = [n for n in files.list(directory) if not n.startswith(".") and not n.endswith(".tmp")]
+    return Listing(host_of(directory), {name: files.size(directory / name) for name in names})
+
+
+def host_of(directory: Path) -> str:
+    """Names the host that ``directory`` is on: ranks with one name see one disk there."""
     status = os.stat(directory)
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     # Containers of one machine may mount different disks under one path: the inode tells them apart.
-    host = f"{socket.gethostname()} {boot} {status.st_dev}:{status.st_ino}"
-    return Listing(host, {name: files.size(directory / name) for name in names})
+    return f"{socket.gethostname()} {boot} {status.st_dev}:{status.st_ino}"
 
 
 def assign(listings: Sequence[Listing]) -> dict[str, int]:
@@ -110,10 +114,16 @@ class Verdict:
     state: str
 
 
-def judge(receipts: Sequence[Receipt], base: TensorTable, where: str) -> Verdict:
+def judge(
+    receipts: Sequence[Receipt],
+    base: TensorTable,
+    where: str,
+    proven: Mapping[str, tuple[str, str]] | None = None,
+) -> Verdict:
     """Check the receipts of a delta directory against its index and against the base that it was made from.
 
-    Raises DeltaError, which names the tensor or file.
+    ``proven`` are the old and new xxh3-128 of its tensors where it was applied to a proven base: then no
+    dialect has to tell them. Raises DeltaError, which names the tensor or file.
     """
     shards = {r.file.name: r.frames for r in receipts if r.file.name.endswith(".safetensors")}
     indexes = [r.index for r in receipts if r.index is not None]
@@ -126,10 +136,10 @@ def judge(receipts: Sequence[Receipt], base: TensorTable, where: str) -> Verdict
         raise DeltaError(
             f"{where}: {index.encoding} with {index.compression}; set --update-weight-delta-encoding xor"
         )
-    if index.checksum != "xxh3-128":
+    if index.checksum != "xxh3-128" and proven is None:
         raise DeltaError(
             f"{where}: checksums are {index.checksum}, which do not name the weights: set "
-            "--update-weight-delta-checksum xxh3-128"
+            "--update-weight-delta-checksum xxh3-128, or stitch_prove: true, which applies each delta here"
         )
     for name, shard in index.weight_map.items():
         if name not in shards.get(shard, {}):
@@ -141,9 +151,9 @@ def judge(receipts: Sequence[Receipt], base: TensorTable, where: str) -> Verdict
         for name, frame in frames.items():
             if name not in base:
                 raise DeltaError(f"{where}/{shard}: tensor {name} is extra, version 0 has none of that name")
-            checksum = frame.checksum or ""
+            checksum = (frame.checksum or "") if proven is None else proven[name][1]
             if len(checksum) != CHECKSUM_HEX["xxh3-128"]:
-                raise DeltaError(f"{where}/{shard}: tensor {name} has checksum {frame.checksum!r}")
+                raise DeltaError(f"{where}/{shard}: tensor {name} has checksum {checksum!r}")
             # Pipeline stages each write a tensor that they share: equal, or the stages have drifted apart.
             other, first = seen.setdefault(name, (shard, frame))
             if first != frame:

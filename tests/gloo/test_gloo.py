@@ -30,7 +30,7 @@ def test_ranks_publish_together_and_fail_together(tmp_path: Path) -> None:
     for rank, text in enumerate(output):
         assert ranks[rank].returncode == 0, text
         assert "published [None, 1, 2]" in text
-        assert "failed publishing weight_v000003 of run r failed on 1 of 2 ranks; rank" in text
+        assert "failed publishing weight_v000003 of run r (uploading) failed on 1 of 2 ranks; rank" in text
         assert "cut short, no safetensors header in 3 bytes" in text
     assert "rank 1 is gone" in output[0]
     chain = asyncio.run(chain_of(LocalStore(tmp_path / "store"), "r"))

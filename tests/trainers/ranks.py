@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.directory import write_index, write_shards
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.safetensors import Tensor
@@ -35,6 +36,7 @@ class ThreadGroup:
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(values)
         self._values, self._barrier = values, barrier
+        self._twins: list[threading.Barrier] = []
 
     def gather(self, value: T) -> list[T]:
         self._values[self.rank] = value
@@ -43,8 +45,18 @@ class ThreadGroup:
         self._barrier.wait()
         return result
 
+    def twin(self) -> ThreadGroup:
+        """Rank 0 makes what they share."""
+        made = None
+        if self.rank == 0:
+            made = [None] * self.size, threading.Barrier(self.size, timeout=SECONDS)
+        values, barrier = next(found for found in self.gather(made) if found)
+        self._twins.append(barrier)
+        return ThreadGroup(self.rank, values, barrier)
+
     def die(self) -> None:
-        self._barrier.abort()
+        for barrier in (self._barrier, *self._twins):
+            barrier.abort()
         raise Lost
 
 
@@ -109,6 +121,10 @@ class Stock:
     def __init__(self, world: World, root: Path) -> None:
         self.world, self.root, self.number = world, root, 0
         self._encoder = DeltaEncoder(world.history[0])
+
+    def snapshot(self, directory: Path) -> None:
+        """The base becomes what a checkpoint directory holds, as at a framework's first call."""
+        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(directory, FILES))
 
     def write(self, tensors: dict[str, Tensor], size: int = 2, **index: Any) -> Path:
         self.number += 1

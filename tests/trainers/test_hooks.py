@@ -36,13 +36,15 @@ class Shaped:
 class StockUpdater:
     """A stock delta updater: the first call only takes a snapshot, later ones write, and call the hook."""
 
-    def __init__(self, stock: Stock) -> None:
+    def __init__(self, stock: Stock, args: Any) -> None:
+        self.args = args
         self._stock, self._baseline_captured, self.weight_version = stock, False, 0
         self.tensors: dict[str, Tensor] = stock.world.history[0]
 
     def update_weights(self) -> None:
         if not self._baseline_captured:
             hooks.post_write(None, str(self._stock.root), [])
+            self._stock.snapshot(Path(self.args.hf_checkpoint))
             self._baseline_captured = True
             return
         self.weight_version += 1
@@ -76,7 +78,7 @@ def updater(world: World, name: str) -> StockUpdater:
     fresh = type("Updater", (StockUpdater,), {})
     hooks.start_through_stitch(fresh, lambda _: None)
     hooks.start_through_stitch(fresh, lambda _: None)  # a second actor in the process wraps nothing twice
-    made: StockUpdater = fresh(Stock(world, world.root / name))
+    made: StockUpdater = fresh(Stock(world, world.root / name), args)
     return made
 
 

@@ -227,7 +227,7 @@ def test_c18_a_store_that_is_away_is_waited_for_then_every_rank_stops(world: Wor
 
     todo = [world.learn(), world.learn()]
     done = same(on_ranks(2, train))
-    assert done == [1, "publishing weight_v000002 of run r failed on 1 of 2 ranks; rank 0"], done
+    assert done == [1, "publishing weight_v000002 of run r (uploading) failed on 1 of 2 ranks; rank 0"], done
     back()
     assert [m.number for m in versions(world)] == [0, 1]
 

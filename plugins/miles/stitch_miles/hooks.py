@@ -16,6 +16,7 @@ logger = logging.getLogger("stitch")
 
 post_write = hooks.post_write
 before_train_step = hooks.before_train_step
+post_save = hooks.post_save
 
 
 class Misconfigured(ValueError):

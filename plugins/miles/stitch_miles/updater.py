@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from stitch_core.safetensors import Tensor
@@ -11,8 +10,6 @@ from stitch_core.trainers.own_delta import OwnDelta
 from stitch_core.trainers.torch_bytes import as_tensor
 
 from .symbols import MIXIN
-
-logger = logging.getLogger("stitch")
 
 
 def updater_class() -> type:
@@ -61,11 +58,9 @@ def updater_class() -> type:
             if self._delta is None:
                 self.weight_version = here.begin().number
                 self._delta = OwnDelta(here.publisher, here.files)
-            number = self._delta.publish(tensors, step=here.step)
+            number = self._delta.publish(tensors, step=here.step, wait=here.ends)
             if number is not None:
                 self.weight_version = number
-                if here.group.rank == 0:
-                    logger.info("published version %d of run %s", number, here.settings.run)
 
         def _gather(self) -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = {}

@@ -31,6 +31,10 @@ def megatron_init(args: Any) -> None:
     group = ProcessGroup(torch.distributed, get_gloo_group)
     hooks.set_up(args, group, "slime", lambda: _preflight(args, group.rank), launch_command())
     hooks.start_through_stitch(resolve(UPDATER), _repair_zero_dim)
+    if getattr(args, "save_hf", None):
+        from slime.backends.megatron_utils import actor
+
+        hooks.offer_exports(actor, "save_hf_model_to_path")
 
 
 def launch_command() -> list[str]:

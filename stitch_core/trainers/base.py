@@ -1,0 +1,98 @@
+"""What a trainer's next delta builds on, as a directory on every host that its snapshot can be taken from.
+
+That is the boot checkpoint, as long as nothing below version 0 can be collected. Once the run's floor has
+risen, deltas from version 0 are refused, and a version at or above the floor is checked out instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ..checkout import checkout
+from ..manifest import Manifest, Row
+from ..ports import Files, Store, TrainerGroup
+from ..state import TensorInfo, state_digest
+from .boot import boot_table
+from .group import RanksFailed, together
+from .receipts import host_of
+from .settings import TrainerSettings
+
+PREFIX = "base-"
+
+
+def base_row(head: Manifest, saved: int | None) -> Row | None:
+    """The version to build on; None is version 0, the boot checkpoint.
+
+    Where that is below the floor, it is the version that the trainer's checkpoint was saved at, from which
+    its weights have moved least, or else the floor.
+    """
+    floor = head.floor or head.row()
+    if floor.number == 0:
+        return None
+    for row in (head.row(), *head.history):
+        if row.number == saved and row.number >= floor.number:
+            return row
+    return floor
+
+
+class BaseCheckout:
+    """The base of a resumed trainer's deltas on this host. Every call is collective."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        group: TrainerGroup,
+        store: Store,
+        files: Files,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+    ) -> None:
+        """``run`` carries out a coroutine and returns its result."""
+        self._settings, self._group, self._store, self._files = settings, group, store, files
+        self._run = run
+        self._mine: Path | None = None
+
+    def check_out(self, row: Row) -> tuple[Path, dict[str, TensorInfo]]:
+        """The directory of the version, and its tensors as all ranks hashed them. Raises RanksFailed."""
+        settings, files = self._settings, self._files
+        what = f"checking out version {row.number} of run {settings.run}, which the next delta builds on"
+
+        def where() -> str:
+            files.make_dirs(settings.work)
+            return host_of(settings.work)
+
+        hosts = together(self._group, what, where)
+        mine = hosts[self._group.rank]
+        # Hosts may share the directory, and then each has a copy of its own in it all the same.
+        tail = hashlib.sha256(mine.encode()).hexdigest()[:8]
+        directory = settings.work / f"{PREFIX}{row.state.removeprefix('sha256:')[:16]}-{tail}"
+        if hosts.index(mine) == self._group.rank:
+            self._mine = directory
+
+        def here() -> None:
+            if self._mine is None:
+                return
+            for name in files.list(settings.work):
+                old = name.startswith((PREFIX, f".{PREFIX}")) and f"-{tail}" in name
+                if old and directory.name not in name:
+                    files.remove_tree(settings.work / name)
+            self._run(checkout(
+                self._store, settings.run, row.number, directory, files=files, base=settings.boot,
+            ))  # fmt: skip
+
+        together(self._group, what, here)
+        table = boot_table(directory, files, self._group)
+        if state_digest(table) != row.state:  # every rank has the same table
+            raise RanksFailed(f"{what}: {directory} has state {state_digest(table)}, expected {row.state}")
+        return directory, table
+
+    def release(self) -> None:
+        """The snapshot is taken on every rank: remove what was checked out."""
+        together(self._group, "taking the snapshot", lambda: None)
+        if self._mine is not None:
+            with contextlib.suppress(OSError):  # only room on a disk
+                self._files.remove_tree(self._mine)
+            self._mine = None
