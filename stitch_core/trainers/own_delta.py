@@ -126,13 +126,13 @@ class OwnDelta:
 
     def _deliver(self, pipeline: Pipeline[None], directory: Path, number: int, step: int | None) -> None:
         group = self._publisher.behind or self._group
-        with pipeline.turn(number):
-            try:
+        try:
+            with pipeline.turn(number):
                 self._publisher.deliver(directory, number, group, step=step)
-            except BaseException:
-                with contextlib.suppress(OSError):  # it will not be published under this number
-                    self._files.remove_tree(directory)
-                raise
+        except BaseException:
+            with contextlib.suppress(OSError):  # it will not be published under this number
+                self._files.remove_tree(directory)
+            raise
         try:
             self._publisher.wait_for_fleet(number, group)
         except FleetLate as late:  # it is published: the base stays
