@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stitch_core.trainers.flags import HELP, add_flags
 from stitch_core.trainers.settings import KEYS, SettingsError, read_settings
+from stitch_slime.hooks import launch_command
 
 
 def arguments(**values: Any) -> SimpleNamespace:
@@ -70,6 +72,26 @@ def test_flags_that_the_framework_dropped() -> None:
     )
     assert "--stitch-chanel is not a setting, did you mean --stitch-channel?" in str(caught.value)
     assert read_settings(arguments(stitch_lag=2), ["--stitch-lag", "2"]).lag == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("python train.py --name 'two words' --stitch-lag 1", ["two words", "--stitch-lag", "1"]),
+        ("python train.py --name it's --stitch-lag 1", ["it's", "--stitch-lag", "1"]),
+        (None, []),
+    ],
+)
+def test_the_command_line_of_the_launch_script(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, found: list[str]
+) -> None:
+    ray, state = ModuleType("ray"), ModuleType("ray._private.state")
+    ray.get_runtime_context = lambda: SimpleNamespace(get_job_id=lambda: "02")  # type: ignore[attr-defined]
+    jobs = [{"JobID": "01", "Entrypoint": "other --stitch-lag 7"}, {"JobID": "02", "Entrypoint": text}]
+    state.jobs = lambda: jobs[: 1 if text is None else 2]  # type: ignore[attr-defined]
+    for module in (ray, ModuleType("ray._private"), state):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert launch_command()[-3:] == found
 
 
 def test_a_flag_that_names_a_function_of_ours_and_was_dropped() -> None:

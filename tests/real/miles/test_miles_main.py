@@ -5,7 +5,6 @@ Promises 1 to 3, C06 and C27: rank 0's extra call of the hook is in the way of e
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 from recipes.miles.processes import World
-from stitch_core.manifest import Manifest
-from stitch_core.stores.local import LocalStore
-from tests.small_run import chain_of
+from tests.real.miles import checkouts
+from tests.real.miles.checkouts import chain, keep_files, prove
 
 pytestmark = pytest.mark.real
 CHECKOUT = os.environ.get("STITCH_MILES", "")
@@ -33,17 +31,12 @@ def world(tmp_path: Path) -> Iterator[World]:
         world.close()
 
 
-def chain(world: World) -> list[Manifest]:
-    return asyncio.run(chain_of(LocalStore(world.root / "store"), "math"))
-
-
 def train(world: World, port: str, rollouts: int, *flags: str) -> None:
-    driver = Path(__file__).with_name("checkout_driver.py")
-    child = world.start("trainer", str(driver), str(world.root), port, str(rollouts), CHECKOUT, *flags)
-    assert child.wait() == 0, child.text()[-6000:]
+    checkouts.train(world, CHECKOUT, port, rollouts, *flags)
 
 
 def test_miles_publishes_rolls_out_and_resumes(world: World) -> None:
+    keep_files(world)
     port = world.gateway().url().rpartition(":")[2]
     world.replica("a")
     train(world, port, 2)
@@ -54,9 +47,11 @@ def test_miles_publishes_rolls_out_and_resumes(world: World) -> None:
         for sample in torch.load(world.root / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
             (report,) = sample["metadata"]["stitch"]
             assert report["start"] == rollout_id
+    prove(world, versions[1:], "xor")
     # A resumed Miles has weights that nobody serves: its own become the next version, then it goes on.
-    train(world, port, 4)
+    train(world, port, 4, "--update-weight-delta-encoding", "overwrite")
     versions = chain(world)
     assert [(m.number, m.step) for m in versions[3:]] == [(3, None), (4, 2), (5, 3)]
     assert versions[3].state == versions[2].state
     assert {m.epoch for m in versions[3:]} == {2}
+    prove(world, versions[3:], "overwrite")
