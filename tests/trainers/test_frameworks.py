@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CALLS = [
     ("stitch_slime.hooks:megatron_init", 1, ()),
     ("stitch_miles.hooks:megatron_init", 1, ()),
     ("stitch_slime.rollout:generate_rollout", 3, ("evaluation",)),
-    ("stitch_slime.rollout:generate", 3, ()),
+    ("stitch_slime.rollout:generate", 3, ("evaluation",)),
     ("stitch_slime.rollout:record_version", 2, ("rollout_id", "evaluation")),
     ("stitch_miles.rollout:generate_rollout", 3, ("evaluation",)),
     ("stitch_miles.rollout:generate", 1, ()),
@@ -82,3 +83,30 @@ def test_a_changed_or_missing_symbol_is_named_in_one_table() -> None:
     assert "record:gone" in first
     assert "nowhere" not in first
     require("plugin", findings[:1])
+
+
+@pytest.mark.parametrize(
+    ("heading", "framework", "flags"),
+    [
+        ("## slime", "slime", slime.FLAGS),
+        ("## Miles", "miles", (*miles.FLAGS, *miles.DELTA_FLAGS)),
+    ],
+)
+def test_the_launch_scripts_in_the_docs_use_flags_and_functions_that_are_there(
+    heading: str, framework: str, flags: tuple[str, ...]
+) -> None:
+    text = (ROOT / "docs" / "trainers.md").read_text().partition(f"{heading}\n")[2].partition("\n## ")[0]
+    added = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    assert len(added) > 5
+    written = {word for line in added for word in re.findall(r"--[a-z-]+", line)}
+    assert written - {"--rollout-num-gpus"} <= set(flags)
+    names = set(re.findall(rf"stitch_{framework}\.[a-z_.]+[A-Za-z]*", text))
+    assert len(names) > 4
+    for name in names:
+        module, _, function = name.rpartition(".")
+        tree = ast.parse((ROOT / "plugins" / framework / (module.replace(".", "/") + ".py")).read_text())
+        targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+        found = {getattr(node, "name", None) for node in tree.body} | {
+            getattr(t, "id", None) for t in targets
+        }
+        assert function in found, name

@@ -46,7 +46,8 @@ ROLLOUT = (
 
 # What a launch script names (MILES_FORK.md, docs/trainers.md): always, and where Miles writes deltas itself.
 FLAGS = (
-    "--rollout-external", "--rollout-external-engine-addrs", "--custom-megatron-init-path",
+    "--rollout-external", "--rollout-external-engine-addrs", "--sglang-router-ip", "--sglang-router-port",
+    "--custom-megatron-init-path",
     "--custom-megatron-before-train-step-hook-path", "--rollout-function-path",
     "--custom-generate-function-path", "--data-source-path", "--custom-config-path",
 )  # fmt: skip

@@ -32,10 +32,10 @@ ROLLOUT = (
 
 # What a launch script names (MILES_FORK.md, docs/trainers.md).
 FLAGS = (
-    "--rollout-external-engine-addrs", "--update-weight-mode", "--update-weight-transport",
-    "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir", "--update-weight-delta-checksum",
-    "--custom-update-weight-post-write-path", "--custom-megatron-init-path",
-    "--custom-megatron-before-train-step-hook-path", "--rollout-function-path", "--rollout-sample-hook-path",
-    "--data-source-path", "--custom-config-path",
+    "--rollout-external-engine-addrs", "--sglang-router-ip", "--sglang-router-port", "--update-weight-mode",
+    "--update-weight-transport", "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir",
+    "--update-weight-delta-checksum", "--custom-update-weight-post-write-path",
+    "--custom-megatron-init-path", "--custom-megatron-before-train-step-hook-path",
+    "--rollout-function-path", "--rollout-sample-hook-path", "--data-source-path", "--custom-config-path",
 )  # fmt: skip
 GROUPS = (TRAINER, ROLLOUT)
