@@ -73,7 +73,13 @@ class PosixFiles:
         os.symlink(target, path)
 
     def make_dirs(self, path: Path) -> None:
-        os.makedirs(path, exist_ok=True)
+        while not os.path.isdir(path):
+            # It may come and go while others use it, which makedirs takes for a file in the way.
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(path, exist_ok=True)
+                return
+            if os.path.lexists(path) and not os.path.isdir(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
     def remove(self, path: Path) -> None:
         os.unlink(path)

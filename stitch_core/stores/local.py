@@ -60,6 +60,9 @@ STALE_AFTER = 24 * 3600.0
 REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What comes at once and leaves nothing, when it comes before an object is in its place."""
 
+VANISHED = 16
+"""How often a write begins again because others removed its directory while it was empty."""
+
 _LOCKS = 64  # a fixed number, so that deleted keys leave no lock files behind
 
 
@@ -178,12 +181,32 @@ class LocalStore:
             self._landed(path)
 
     def _delete(self, path: Path) -> None:
-        if not self._files.exists(path):
+        if not self._files.exists(path) and not path.is_symlink():
             self._check_identity()
             return
+        for above in path.parents[: path.parents.index(self.root)]:
+            if above.is_symlink():
+                raise StoreError(
+                    f"{path} is not deleted: {above} is a symbolic link, and what it points to is not below "
+                    f"{self.root}"
+                )
         with self._locked(path), contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._files.remove(path)
             self._landed(path)
+            self._remove_empty(path.parent)
+
+    def _remove_empty(self, directory: Path) -> None:
+        """Remove a directory and those above it, as far as they are empty, below the root.
+
+        Whoever is about to put an object there finds its directory gone, and makes it again.
+        """
+        while directory != self.root:
+            self._durable.discard(directory)
+            try:
+                os.rmdir(directory)
+            except OSError:  # not empty, or not ours to remove: it is in nobody's way
+                return
+            directory = directory.parent
 
     # ------------------------------------------------------------------------------------------ identity
 
@@ -345,7 +368,7 @@ class LocalStore:
 
     def _translate_write(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
         try:
-            return operation(path, *args)
+            return self._persist(operation, path, *args)
         except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             raise BadKey(f"{path}: an object and a directory cannot have one name") from error
         except OSError as error:
@@ -356,6 +379,16 @@ class LocalStore:
                 where = error.filename or path
                 raise WriteRefused(f"{where} cannot be written ({error_text(error)})") from error
             raise _unavailable(path, error) from error
+
+    def _persist(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
+        """Again where a directory was removed meanwhile, such as one that a delete left empty."""
+        for _ in range(VANISHED):
+            try:
+                return operation(path, *args)
+            except FileNotFoundError:
+                self._durable.clear()
+                self._check_identity()
+        return operation(path, *args)
 
     def _translate_read(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
         try:
