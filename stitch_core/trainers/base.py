@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..checkout import checkout
+from ..checkout import CheckoutRefused, checkout
 from ..manifest import Manifest, Row
 from ..ports import Files, Store, TrainerGroup
 from ..state import TensorInfo, state_digest
@@ -79,15 +79,25 @@ class BaseCheckout:
                 old = name.startswith((PREFIX, f".{PREFIX}")) and f"-{tail}" in name
                 if old and directory.name not in name:
                     files.remove_tree(settings.work / name)
-            self._run(checkout(
-                self._store, settings.run, row.number, directory, files=files, base=settings.boot,
-            ))  # fmt: skip
+            try:
+                self._run(self._build(row, directory))
+            except CheckoutRefused:
+                if not files.exists(directory):
+                    raise
+                files.remove_tree(directory)  # a trainer that died left it, and it is not what it was
+                self._run(self._build(row, directory))
 
         together(self._group, what, here)
         table = boot_table(directory, files, self._group)
         if state_digest(table) != row.state:  # every rank has the same table
             raise RanksFailed(f"{what}: {directory} has state {state_digest(table)}, expected {row.state}")
         return directory, table
+
+    async def _build(self, row: Row, directory: Path) -> None:
+        settings = self._settings
+        await checkout(
+            self._store, settings.run, row.number, directory, files=self._files, base=settings.boot
+        )
 
     def release(self) -> None:
         """The snapshot is taken on every rank: remove what was checked out."""
