@@ -16,6 +16,7 @@ from typing import Any, Literal
 from .safetensors import CheckpointError, load_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
+SPARSE_SUFFIX = ".sparse"
 
 CHECKSUMS = {"xxh3128": "xxh3-128", "adler32": "adler32", "alder32": "adler32", "blake3": "blake3"}
 """Spellings, lower case and without '-' and '_', to the normal one. 'alder32' is what one vendor writes."""
@@ -27,7 +28,10 @@ _NUMBER = re.compile(r"(?:[^/]+/)?(?:weight_v)?([0-9]{1,18})\Z")
 
 @dataclass(frozen=True)
 class Index:
-    """An index file; ``checksum`` is "xxh3-128", "adler32", "blake3" or None."""
+    """An index file; ``checksum`` is "xxh3-128", "adler32", "blake3" or None.
+
+    ``sparse_files`` are the files of a delta in the encoding ``sparse``, whose tensors no index names.
+    """
 
     kind: Literal["full", "delta"]
     version: str | None
@@ -36,6 +40,7 @@ class Index:
     compression: str | None
     checksum: str | None
     weight_map: Mapping[str, str]
+    sparse_files: tuple[str, ...] = ()
 
 
 def read_index(data: bytes, where: str) -> Index:
@@ -61,6 +66,7 @@ def read_index(data: bytes, where: str) -> Index:
         _text(metadata, "compression_format", where),
         _checksum(_text(metadata, "checksum_format", where), where),
         weight_map,
+        _sparse_files(metadata, where),
     )
 
 
@@ -73,18 +79,25 @@ def version_number(label: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def check_shard_name(name: object, where: str) -> str:
-    """``name`` if it is a plain ``*.safetensors`` file name; CheckpointError for a path or anything else."""
+def check_shard_name(name: object, where: str, suffix: str = ".safetensors") -> str:
+    """``name`` if it is a plain file name with ``suffix``; CheckpointError for a path or anything else."""
     if (
         not isinstance(name, str)
-        or not name.endswith(".safetensors")
+        or not name.endswith(suffix)
         or name.startswith(".")
         or any(c in "/\\" or ord(c) < 32 for c in name)
     ):
         raise CheckpointError(
-            f"{where}: {name!r} is not the name of a safetensors file in the same directory"
+            f"{where}: {name!r} is not the name of a {suffix[1:]} file in the same directory"
         )
     return name
+
+
+def _sparse_files(metadata: dict[str, Any], where: str) -> tuple[str, ...]:
+    names = metadata.get("sparse_files", [])
+    if not isinstance(names, list):
+        raise CheckpointError(f"{where}: sparse_files must be a list of file names")
+    return tuple(check_shard_name(name, f"{where}: sparse_files", SPARSE_SUFFIX) for name in names)
 
 
 def _label(metadata: dict[str, Any], key: str, where: str) -> str | None:

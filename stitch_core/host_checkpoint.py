@@ -213,12 +213,14 @@ class HostCheckpoint:
         if self._checkpoint is None:
             return need
         names = {name for delta in plan.deltas for name in delta.representation.changed}
+        if any(delta.representation.encoding == "sparse" for delta in plan.deltas):
+            names |= self._checkpoint.tensors.keys()  # what is in sparse files is known when they are there
         sizes = [ref.nbytes for name, ref in self._checkpoint.tensors.items() if name in names]
         journal = max(self._batch_bytes, *sizes) if sum(sizes) > self._batch_bytes else sum(sizes)
         return need + max(0, journal + 200 * len(sizes) - self._journal.size())
 
     def _apply_in_place(self, plan: Plan, directory_of: Callable[[Source], Path]) -> None:
-        held, base = self._base_of(plan)
+        held, base = self._base_of(plan, directory_of)
         checkpoint, data = self._checkpoint, self._data
         assert checkpoint is not None
         assert data is not None
@@ -253,14 +255,16 @@ class HostCheckpoint:
             return False
         return not plan.deltas or plan.base != self.holding.state
 
-    def _base_of(self, plan: Plan) -> tuple[Holding, dict[str, TensorInfo]]:
+    def _base_of(
+        self, plan: Plan, directory_of: Callable[[Source], Path]
+    ) -> tuple[Holding, dict[str, TensorInfo]]:
         """What the plan starts from, and that version's table."""
         if self.holding is not None and self.holding.state == plan.base:
             return self.holding, self.table
         if self.interrupted is None or not self.interrupted.fits(plan):
             has = self.holding.state if self.holding else f"none ({self.problem})"
             raise HostCheckpointError(f"the plan starts from {plan.base}, {self.root} holds {has}")
-        base = reconstruct_base(self.table, plan.deltas)
+        base = reconstruct_base(self.table, plan.deltas, directory_of, self.files)
         if state_digest(base) != plan.base:
             version = self.interrupted.base.version
             self._hold_none(f"the step from {version} was interrupted and cannot be finished by this plan")

@@ -24,6 +24,8 @@ _XXH3 = re.compile(r"[0-9a-f]{32}\Z")
 _FILE_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}\Z")
 _MANIFEST_KEY = re.compile(r"manifests/([0-9]{6,18})\.e([0-9]{4,18})\.json\Z")
 
+_PAYLOAD_KEY = re.compile(r"e([0-9]{4,18})/weight_v([0-9]{6,18})/[^/]+\Z")
+
 
 class FormatError(ValueError):
     """A head, channel or manifest that is not what it should be. Never means "no version"."""
@@ -62,6 +64,13 @@ def read_manifest_key(key: Any) -> tuple[int, int] | None:
 def payload_prefix(number: int, epoch: int) -> str:
     """Key prefix of a version's files in its run. The epoch keeps a stalled writer's bytes apart."""
     return f"e{epoch:04d}/{directory_name(number)}/"
+
+
+def read_payload_key(key: str) -> tuple[int, int] | None:
+    """(number, epoch) of a payload file's key, relative to its run; None for anything else."""
+    match = _PAYLOAD_KEY.match(key)
+    found = (int(match[2]), int(match[1])) if match else None
+    return found if found and key.startswith(payload_prefix(*found)) else None
 
 
 # ------------------------------------------------------------------------------------------- manifests
@@ -109,8 +118,8 @@ class PayloadFile:
 class Representation:
     """How the version's bytes are given: nothing (boot), a full checkpoint, or a delta from ``base``.
 
-    ``changed`` maps each tensor in a delta to its old and new xxh3-128; ``encoding`` is "xor" or
-    "overwrite"; ``source`` says where the boot checkpoint comes from.
+    ``changed`` maps each tensor in a delta to its old and new xxh3-128; ``encoding`` is "xor", "overwrite" or
+    "sparse", whose files say themselves what changes; ``source`` says where the boot checkpoint comes from.
     """
 
     kind: Literal["boot", "full", "delta"]
@@ -243,6 +252,11 @@ class Manifest:
         return manifest
 
 
+def floor_number(manifest: Manifest) -> int:
+    """The number of a version's floor, which may be itself."""
+    return manifest.floor.number if manifest.floor else manifest.number
+
+
 def extend_history(parent: Manifest) -> tuple[Row, ...]:
     """The history of a version whose parent is ``parent``."""
     return (parent.row(), *parent.history)[:HISTORY_ROWS]
@@ -297,10 +311,12 @@ def read_representation(value: Any, where: str) -> Representation:
         value.get("encoding"),
         value.get("changed"),
     )
-    if encoding not in ("xor", "overwrite"):
+    if encoding not in ("xor", "overwrite", "sparse"):
         raise FormatError(f"{where}: unknown delta encoding {encoding!r}")
     if not isinstance(changed, dict):
         raise FormatError(f"{where}: changed must map tensor names to digests")
+    if changed and encoding == "sparse":
+        raise FormatError(f"{where}: changed is empty where the encoding is sparse")
     for name, pair in changed.items():
         if not (
             isinstance(pair, list)

@@ -412,7 +412,8 @@ class Publisher:
     async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
         limit = asyncio.Semaphore(PARALLEL_UPLOADS)
         representation = Representation(
-            payload.kind, (), payload.base, payload.encoding, dict(payload.changed)
+            payload.kind, (), payload.base, payload.encoding,
+            {} if payload.encoding == "sparse" else dict(payload.changed),
         ) if payload.kind == "delta" else Representation("full")  # fmt: skip
         parent = claim.manifest
         floor = None if payload.kind == "full" else parent.floor or parent.row()

@@ -2,21 +2,23 @@
 
 ``model-NNNNN-of-NNNNN.safetensors`` shards (numbered from 0) hold one U8 tensor for each changed tensor,
 its zstd frame, and in ``__metadata__`` the checksum of its new bytes. ``model.safetensors.index.json`` is
-written last. No change at all is an index with an empty ``weight_map`` and no shards.
+written last. No change at all is an index with an empty ``weight_map`` and no shards. With the encoding
+``sparse`` there are ``*.sparse`` files instead, which the index lists without their tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint import list_directory
-from ..dialects import CHECKSUM_HEX, INDEX_NAME, Index, read_index
+from ..dialects import CHECKSUM_HEX, INDEX_NAME, SPARSE_SUFFIX, Index, read_index
 from ..ports import Files, write_atomic
 from ..safetensors import Header, Tensor, TensorRef, read_header, write_file
 from .apply import APPLY
+from .sparse_file import SparseFile
 from .wire import DeltaError
 
 SHARD_BYTES = 1 << 30
@@ -24,7 +26,10 @@ SHARD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Payload:
-    """One tensor's delta: where its frame lies, and what the shard says of the new bytes (hex, or None)."""
+    """One tensor's delta: where its frame lies, and what the shard says of the new bytes (hex, or None).
+
+    For ``sparse`` the frame is the whole file that the tensor is in.
+    """
 
     frame: TensorRef
     checksum: str | None
@@ -32,12 +37,16 @@ class Payload:
 
 @dataclass(frozen=True)
 class DeltaDirectory:
-    """What the shards hold; the index says how it is encoded and never whether there is a payload."""
+    """What the shards hold; the index says how it is encoded and never whether there is a payload.
+
+    ``sparse`` maps the tensors of sparse files to their file.
+    """
 
     path: Path
     files: Files = field(repr=False)
     index: Index = field(repr=False)
     payloads: Mapping[str, Payload] = field(repr=False)
+    sparse: Mapping[str, SparseFile] = field(repr=False, default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, files: Files) -> DeltaDirectory:
@@ -51,11 +60,13 @@ class DeltaDirectory:
         index = read_index(files.read(path / INDEX_NAME), str(path / INDEX_NAME))
         if index.kind != "delta":
             raise DeltaError(f"{path}: a full checkpoint, not a delta")
-        if index.encoding not in APPLY or index.compression != "zstd":
+        if index.encoding not in (*APPLY, "sparse") or index.compression != "zstd":
             raise DeltaError(
                 f"{path}: encoding {index.encoding!r} with compression {index.compression!r} is not known: "
-                f"known are {', '.join(APPLY)} with zstd"
+                f"known are {', '.join(APPLY)}, sparse with zstd"
             )
+        if index.encoding == "sparse":
+            return cls._open_sparse(path, files, index, names)
         payloads: dict[str, Payload] = {}
         homes: dict[str, set[str]] = {}
         for shard in (name for name in names if name.endswith(".safetensors") and not name.startswith(".")):
@@ -76,8 +87,31 @@ class DeltaDirectory:
                 raise DeltaError(f"{path / shard}: tensor {name} is missing, the index names it there")
         return cls(path, files, index, payloads)
 
+    @classmethod
+    def _open_sparse(cls, path: Path, files: Files, index: Index, names: list[str]) -> DeltaDirectory:
+        payloads: dict[str, Payload] = {}
+        sparse: dict[str, SparseFile] = {}
+        found = {name for name in names if name.endswith(SPARSE_SUFFIX) and not name.startswith(".")}
+        for name in sorted(found ^ set(index.sparse_files)):
+            word = "not named by" if name in found else "not there, but named by"
+            raise DeltaError(f"{path / name}: {word} the index")
+        for shard in sorted(found):
+            file = SparseFile(path / shard, files)
+            where = TensorRef("U8", (files.size(path / shard),), path / shard, 0, files.size(path / shard))
+            for name, row in file.tensors.items():
+                if name in sparse:
+                    raise DeltaError(f"{path / shard}: tensor {name} is also in {sparse[name].path.name}")
+                sparse[name], payloads[name] = file, Payload(where, row.new)
+        return cls(path, files, index, payloads, sparse)
+
+    @property
+    def changed(self) -> dict[str, tuple[str, str]]:
+        """Old and new xxh3-128 of the tensors in sparse files; other encodings do not know the old."""
+        rows = ((name, file.tensors[name]) for name, file in self.sparse.items())
+        return {name: (row.old, row.new) for name, row in rows}
+
     def read(self, name: str) -> bytes:
-        """A tensor's zstd frame."""
+        """A tensor's zstd frame; not for sparse files, which have none."""
         return _read(self.files, self.payloads[name])
 
 
@@ -96,15 +130,20 @@ def write_delta(
     ``payloads`` maps each changed tensor to its frame and the xxh3-128 of its new bytes. What a writer
     that died left without an index is removed; a directory with an index is never written again.
     """
+    prepare_directory(path, files)
+    weight_map = write_shards(path, files, payloads, shard_bytes=shard_bytes)
+    write_index(path, files, weight_map, number=number, base_number=base_number, encoding=encoding)
+    return [*sorted(set(weight_map.values())), INDEX_NAME]
+
+
+def prepare_directory(path: Path, files: Files) -> None:
+    """Make ``path``, and remove what a writer that died left there. DeltaError if there is a whole delta."""
     files.make_dirs(path)
     for name in files.list(path):
         if name == INDEX_NAME:
             raise DeltaError(f"{path}: there is a delta already")
-        if name.endswith((".safetensors", ".tmp")):
+        if name.endswith((".safetensors", SPARSE_SUFFIX, ".tmp")):
             files.remove(path / name)
-    weight_map = write_shards(path, files, payloads, shard_bytes=shard_bytes)
-    write_index(path, files, weight_map, number=number, base_number=base_number, encoding=encoding)
-    return [*sorted(set(weight_map.values())), INDEX_NAME]
 
 
 def write_shards(
@@ -138,15 +177,18 @@ def write_index(
     number: int,
     base_number: int,
     encoding: str = "xor",
+    sparse_files: Sequence[str] = (),
 ) -> None:
     """Write the index, durable; every shard is there already."""
-    metadata = {
+    metadata: dict[str, str | list[str]] = {
         "version": f"{number:06d}",
         "base_version": f"{base_number:06d}",
         "delta_encoding": encoding,
         "compression_format": "zstd",
         "checksum_format": "xxh3-128",
     }
+    if encoding == "sparse":
+        metadata["sparse_files"] = sorted(sparse_files)
     index = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)})
     write_atomic(files, path / INDEX_NAME, index.encode())
     files.sync(path.parent)

@@ -14,8 +14,8 @@ from ..lineage import Source, Undo
 from ..ports import Buffer, Files
 from ..safetensors import ByteArray, CheckpointError, as_bytes
 from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
-from .apply import apply_deltas
 from .directory import DeltaDirectory
+from .one_pass import apply_in_place
 from .wire import DeltaError
 
 
@@ -58,7 +58,7 @@ class PlanDeltas:
         self._steps: dict[str, list[_Step]] = {}
         for delta in deltas:
             directory = open_delta(delta, directory_of(delta), files)
-            for name, (old, new) in delta.representation.changed.items():
+            for name, (old, new) in changes_of(delta, directory).items():
                 info = self.final.get(name)
                 if info is None:
                     raise _invalid(delta, f"tensor {name} is extra, its base has none of that name")
@@ -86,27 +86,38 @@ class PlanDeltas:
         if not starts:
             raise CopyDamaged(f"tensor {name} is {digest}, which no step of the plan starts from")
         steps = steps[starts[-1] :]
+        new = as_bytes(old).copy()
         try:
-            new = apply_deltas(old, ((_encoding(s), s.directory.read(name)) for s in steps))
+            digest = apply_in_place(new, name, [step.directory for step in steps])
         except DeltaError:
-            new = None
-        if new is None or tensor_digest(new.data) != steps[-1].new:
+            digest = ""
+        if digest != steps[-1].new:
             _find_fault(name, old, steps)
             raise CopyDamaged(f"tensor {name} was read twice with different bytes")
         return new
 
 
-def reconstruct_base(table: TensorTable, deltas: Sequence[Source]) -> dict[str, TensorInfo]:
+def changes_of(delta: Source, directory: DeltaDirectory) -> Mapping[str, tuple[str, str]]:
+    """Old and new digest of each tensor in ``delta``, by its manifest, or by its sparse files."""
+    if directory.index.encoding != "sparse":
+        return delta.representation.changed
+    if not isinstance(delta, Undo):
+        return directory.changed
+    return {name: (new, old) for name, (old, new) in directory.changed.items()}
+
+
+def reconstruct_base(
+    table: TensorTable,
+    deltas: Sequence[Source],
+    directory_of: Callable[[Source], Path],
+    files: Files,
+) -> dict[str, TensorInfo]:
     """The table that ``deltas`` start from, given one in which any of them may have been applied already."""
     first: dict[str, str] = {}
     for delta in deltas:
-        for name, (old, _) in delta.representation.changed.items():
+        for name, (old, _) in changes_of(delta, open_delta(delta, directory_of(delta), files)).items():
             first.setdefault(name, old)
     return {name: TensorInfo(t.dtype, t.shape, first.get(name, t.digest)) for name, t in table.items()}
-
-
-def _encoding(step: _Step) -> str:
-    return step.directory.index.encoding or ""
 
 
 def open_delta(delta: Source, path: Path, files: Files) -> DeltaDirectory:
@@ -120,6 +131,8 @@ def open_delta(delta: Source, path: Path, files: Files) -> DeltaDirectory:
         raise _invalid(
             delta, f"its index says {directory.index.encoding}, its manifest {representation.encoding}"
         )
+    if representation.encoding == "sparse":
+        return directory
     # What a shard says of the new bytes holds for the way forward.
     forward = delta.source if isinstance(delta, Undo) else delta
     changed: Mapping[str, tuple[str, str]] = forward.representation.changed
@@ -145,14 +158,13 @@ def _find_fault(name: str, old: Buffer, steps: Sequence[_Step]) -> None:
         raise CopyDamaged(
             f"tensor {name} is {digest}, it was {steps[0].old} when it was last written or read"
         )
-    data: Buffer = old
+    data = as_bytes(old).copy()
     for step in steps:
         where = f"tensor {name} in {step.directory.path}"
         try:
-            data = apply_deltas(data, [(_encoding(step), step.directory.read(name))]).data
+            digest = apply_in_place(data, name, [step.directory])
         except DeltaError as error:
             raise _invalid(step.delta, f"{where}: {error}") from error
-        digest = tensor_digest(data)
         if digest != step.new:
             raise _invalid(step.delta, f"{where} becomes {digest}, the manifest says {step.new}")
 

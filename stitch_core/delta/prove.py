@@ -6,9 +6,10 @@ import zlib
 
 from ..checkpoint import Checkpoint
 from ..ports import Buffer
-from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
-from .apply import apply_deltas
+from ..safetensors import as_bytes
+from ..state import TensorInfo, TensorTable, state_digest
 from .directory import DeltaDirectory
+from .one_pass import apply_in_place
 from .wire import DeltaError
 
 
@@ -26,11 +27,11 @@ def prove_delta(
         if name not in table:
             raise DeltaError(f"{delta.path}: tensor {name} is extra, the base has none of that name")
         info = table[name]
+        new = as_bytes(bytearray(base.read(name)))
         try:
-            new = apply_deltas(base.read(name), [(delta.index.encoding or "", delta.read(name))])
+            digest = apply_in_place(new, name, [delta])
         except DeltaError as error:
             raise DeltaError(f"{delta.path}: tensor {name}: {error}") from error
-        digest = tensor_digest(new.data)
         _check_promise(delta, name, payload.checksum, new.data, digest)
         changed[name] = info.digest, digest
         result[name] = TensorInfo(info.dtype, info.shape, digest)
