@@ -144,7 +144,7 @@ def test_a_hook_without_set_up_says_which_flag_is_missing(world: World) -> None:
         hooks.post_write(None, "/updates/weight_v000001", [])
 
 
-def test_tensors_without_dimensions_reach_the_stock_encoders_with_one() -> None:
+def test_c16_tensors_without_dimensions_reach_the_stock_encoders_with_one() -> None:
     slime = type("Slime", (StockUpdater,), {})
     repair_slime(slime)
     assert [t.shape for _, t in slime._iter_hf_tensors(None)] == [(1,), (2, 3)]
