@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from .head import Channel, Head, channel_key, head_key
-from .manifest import FormatError, Manifest, Row, bytes_digest, run_prefix
+from .manifest import FormatError, Manifest, Row, bytes_digest, floor_number, run_prefix
 from .ports import NoStore, NotFound, Store
 
 PARALLEL_READS = 16
@@ -100,14 +100,14 @@ class ChainReader:
         return chain
 
     async def rows(
-        self, newest: Manifest, states: Collection[str] = (), *, above_floor: bool = True
+        self, newest: Manifest, states: Collection[str] = (), *, number: int | None = None
     ) -> list[Row]:
         """The rows of ``newest`` and of what is before it, newest first: one manifest is read for 64 of them.
 
-        At least down to a version whose state is one of ``states``, or to the floor of ``newest``, or (unless
-        ``above_floor``) to version 0.
+        At least down to a version whose state is one of ``states``, or to version ``number``, which is the
+        floor of ``newest`` by default.
         """
-        lowest = (newest.floor.number if newest.floor else newest.number) if above_floor else 0
+        lowest = floor_number(newest) if number is None else number
         rows, at = [newest.row(), *newest.history], newest
         while at.history and rows[-1].number > lowest and not any(row.state in states for row in rows):
             at = await self.manifest(newest.run, at.history[-1])

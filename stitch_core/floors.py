@@ -7,7 +7,7 @@ meets a version that needs what is below.
 from __future__ import annotations
 
 from .chain import ChainReader
-from .manifest import FormatError, Manifest, Row
+from .manifest import FormatError, Manifest, Row, floor_number
 from .ports import Store, StoreError
 from .records import is_whole, list_records, read_record
 
@@ -28,7 +28,7 @@ class FloorRaiser:
         The newest version that has a full record with all its files, and from which ``base`` is reached by
         deltas of later versions only. A store that does not answer raises no floor.
         """
-        floor = parent.floor.number if parent.floor else parent.number
+        floor = floor_number(parent)
         if parent.number == floor:
             return None
         try:

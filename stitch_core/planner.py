@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 from .chain import PARALLEL_READS, ChainReader
 from .lineage import NoPlan, Plan, Sketch, Source, Undo, cheapest_plan
-from .manifest import FormatError, Manifest, Row
+from .manifest import FormatError, Manifest, Row, floor_number
 from .ports import NotFound, Store
 from .records import list_records, read_record
 from .versions import PolicyVersion
@@ -33,10 +33,14 @@ class Planner:
     async def plan(self, target: Manifest, held: Collection[str], excluded: Collection[str] = ()) -> Plan:
         """The cheapest way to ``target`` from one of the states ``held``, without the sources ``excluded``.
 
-        What is below the target's floor is used where it leads there from what is held, and may turn out to
-        be gone. Raises NoPlan, NoHead, ChainBroken, Unavailable.
+        What is below the target's floor is used where nothing else leads there, or from a version that is
+        held, and may turn out to be gone. Raises NoPlan, NoHead, ChainBroken, Unavailable.
         """
         rows = await self._chain.rows(target, held)
+        # What is below the floor may be gone; it is tried where a host that holds such a version lags behind.
+        holds = [row.number for row in rows if row.number and row.state in held]
+        lowest = min(floor_number(target), max(holds, default=target.number))
+        rows = [row for row in rows if row.number >= lowest]
         sources = _sketches(target, rows)
         try:
             plan = cheapest_plan(target, sources.values(), held, excluded, self._piece_cost)
@@ -44,12 +48,12 @@ class Planner:
                 return await self._read(target, rows, sources, held, excluded)
         except NoPlan:
             # A delta may build on an older version than the one that is held, which may be above the target.
-            rows = await self._chain.rows(target) + await self._above(target)
+            rows += await self._chain.rows(target, number=lowest) + await self._above(target)
         sources = _sketches(target, rows) | sources | await self._beside(target, rows)
         try:
             return await self._read(target, rows, sources, held, excluded)
         except NoPlan:
-            rows += await self._chain.rows(target, above_floor=False)
+            rows += await self._chain.rows(target, number=0)
             return await self._read(target, rows, _sketches(target, rows) | sources, held, excluded)
 
     async def _above(self, target: Manifest) -> list[Row]:
@@ -107,7 +111,7 @@ class Planner:
 def _sketches(target: Manifest, rows: Iterable[Row]) -> dict[str, Source]:
     """What the versions of ``rows`` mostly are: deltas from the one before, or the target's floor."""
     found: dict[str, Source] = {target.digest(): target}
-    floor = target.floor.number if target.floor else target.number
+    floor = floor_number(target)
     known = {row.number: row for row in rows}
     numbers = sorted(known)
     for before, number in zip([None, *numbers], numbers, strict=False):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,43 +11,10 @@ from stitch_core.chain import ChainReader
 from stitch_core.floors import FloorRaiser
 from stitch_core.manifest import Manifest
 from stitch_core.planner import Planner
-from stitch_core.ports import SystemClock, Unavailable
-from stitch_core.publisher import Publisher, PublishError
-from stitch_core.records import Record, upload_full
-from stitch_core.retry import Retry
-from stitch_core.stores.memory import MemoryStore
-from stitch_core.testing.checkpoints import write_checkpoint
-from tests.small_run import FILES, NO_RETRY, FaultyStore, Trainer, inline, rebuild_all
-
-HOW: Any = {"rng": random.Random(0), "run_blocking": inline, "policy": Retry(attempts=1)}
-
-
-class Run:
-    """A trainer whose publisher raises the floor."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.trainer, self.memory = root, Trainer(root / "train"), MemoryStore()
-        self.store = FaultyStore(self.memory)
-        self.versions: list[Manifest] = []
-
-    async def claim(self, **options: Any) -> None:
-        self.publisher = Publisher(
-            self.store, "r", files=FILES, clock=SystemClock(), rng=random.Random(0),
-            nonce=lambda: f"{random.random()}", run_blocking=inline, retry=NO_RETRY, swap_deadline=0.0,
-            raise_floor=True,
-        )  # fmt: skip
-        head = await self.publisher.claim(self.trainer.version0, **options)
-        self.versions = self.versions or [head]
-
-    async def publish(self, count: int = 1) -> Manifest:
-        for _ in range(count):
-            self.versions.append(await self.trainer.publish(self.publisher))
-        return self.versions[-1]
-
-    async def anchor(self, number: int) -> Record:
-        directory = self.root / f"full{number}"
-        write_checkpoint(directory, FILES, self.trainer.weights[self.versions[number].state])
-        return (await upload_full(self.memory, self.versions[number], directory, FILES, **HOW))[0]
+from stitch_core.ports import Unavailable
+from stitch_core.publisher import PublishError
+from tests.anchored_run import Run
+from tests.small_run import rebuild_all
 
 
 @pytest.fixture

@@ -1,0 +1,302 @@
+"""The collector: deletes the payload of one run that nobody can need any more.
+
+What may go, of what is listed below the run:
+
+- payload, fulls and spans below the **cutoff**: the floor of a version that has been the head's, or before
+  it, for longer than the grace period, and never less than two floors down;
+- payload that no version of the head's chain refers to, of epochs below the head's. A publisher of such an
+  epoch that wakes up can swap nothing: its swap names the head as it was before the claim.
+
+Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas whose
+record has not expired say they are fetching. Manifests are all kept, and so is every key that it does not
+know. Two collectors are harmless: both only delete what will never be needed, whoever is first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .chain import ChainReader
+from .head import Channel, Head
+from .manifest import (
+    FormatError,
+    Manifest,
+    Row,
+    floor_number,
+    read_manifest_key,
+    read_payload_key,
+    run_prefix,
+)
+from .ports import Clock, Entry, NotFound, Store, StoreError
+from .records import place_of
+from .retry import Retry, retrying
+
+T = TypeVar("T")
+
+GRACE = 24 * 3600.0
+PARALLEL = 16
+BATCH = 256
+LOOK_AGAIN = 30.0
+"""Seconds after which what is protected is read again before more is deleted."""
+
+
+@dataclass(frozen=True)
+class Protected:
+    """What others need: version ranges, and digests of manifests and records."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    versions: frozenset[tuple[int, int]] = frozenset()
+    digests: frozenset[str] = frozenset()
+
+    def number(self, number: int) -> bool:
+        return any(low <= number <= high for low, high in self.ranges)
+
+
+@dataclass
+class Sweep:
+    """What one run of the collector found and did. ``floor`` is the cutoff: from there on age is no reason.
+
+    ``doomed`` are the objects that may go, ``deleted`` and ``freed`` how many did, with their bytes;
+    ``failed`` maps keys to what went wrong, ``kept`` counts objects that only a protection keeps.
+    """
+
+    run: str
+    floor: int
+    head: int
+    listed: int
+    doomed: list[Entry]
+    kept: int = 0
+    deleted: int = 0
+    freed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.size for entry in self.doomed)
+
+
+class Collector:
+    """Collects one run. ``progress`` is told (objects done, bytes freed) after every batch."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        grace: float = GRACE,
+        policy: Retry | None = None,
+        progress: Callable[[int, int], None] = lambda done, freed: None,
+    ) -> None:
+        self._store, self._run, self._clock, self._rng = store, run, clock, rng
+        self._grace, self._policy, self._progress = grace, policy or Retry(), progress
+        self._chain = ChainReader(store, keep=64)
+
+    async def survey(self) -> Sweep:
+        """What may go now. Raises NoHead, FormatError where a channel or pin cannot be read, StoreError."""
+        head, _ = await self._call(lambda: self._chain.head(self._run))
+        newest = await self._manifest(head)
+        cutoff = await self._cutoff(head, newest)
+        rows = await self._rows(newest, cutoff)
+        on_chain = {(row.number, _epoch(row)) for row in rows}
+        listed = await self._list()
+        protected = await self._protected(newest)
+        doomed, kept = [], 0
+        for entry in listed:
+            if not self._may_go(entry.key, head.epoch, cutoff, on_chain):
+                continue
+            if self._is_protected(entry.key, protected):
+                kept += 1
+            else:
+                doomed.append(entry)
+        return Sweep(self._run, cutoff, head.number, len(listed), doomed, kept)
+
+    async def collect(self) -> Sweep:
+        """Survey, and delete. A delete that fails is noted, and the rest goes on."""
+        sweep = await self.survey()
+        looked, protected, done = self._clock.monotonic(), Protected(), 0
+        for batch in _batches(sweep.doomed):
+            if self._clock.monotonic() - looked > LOOK_AGAIN:
+                head, _ = await self._call(lambda: self._chain.head(self._run))
+                protected = await self._protected(await self._manifest(head))
+                looked = self._clock.monotonic()
+            batch = [entry for entry in batch if not self._is_protected(entry.key, protected)]
+            await self._delete(batch, sweep)
+            done += len(batch)
+            self._progress(done, sweep.freed)
+        return sweep
+
+    # ------------------------------------------------------------------------------------- what may go
+
+    def _may_go(self, key: str, epoch: int, cutoff: int, on_chain: Collection[tuple[int, int]]) -> bool:
+        relative = key.removeprefix(run_prefix(self._run))
+        if (payload := read_payload_key(relative)) is not None:
+            number, written = payload
+            return number < cutoff or (written < epoch and payload not in on_chain)
+        place = place_of(relative)
+        return place is not None and place[1] < cutoff
+
+    def _is_protected(self, key: str, protected: Protected) -> bool:
+        relative = key.removeprefix(run_prefix(self._run))
+        if (payload := read_payload_key(relative)) is not None:
+            return protected.number(payload[0]) or payload in protected.versions
+        place = place_of(relative)
+        return place is not None and (protected.number(place[1]) or f"sha256:{place[2]}" in protected.digests)
+
+    async def _cutoff(self, head: Head, newest: Manifest) -> int:
+        """The newest floor but one that was in force longer than the grace period ago.
+
+        A version was the head at the latest when the one after it was being written, whatever became of
+        that writer since: a version's own time proves nothing of when the head came to name it.
+        """
+        now = self._clock.time()
+        floor = await self._at(newest, floor_number(newest))
+        while True:
+            before = await self._floor_before(floor)
+            if before is None:
+                return 0
+            since = head.time
+            if floor.number < newest.number:
+                since = (await self._after(newest, floor.number)).time
+            if now - since > self._grace:
+                return before
+            floor = await self._at(newest, before)
+
+    async def _floor_before(self, floor: Manifest) -> int | None:
+        if floor.floor is not None or floor.parent is None:
+            return floor.floor.number if floor.floor else None
+        return floor_number(await self._manifest(floor.parent))
+
+    async def _at(self, newest: Manifest, number: int) -> Manifest:
+        for row in await self._rows(newest, number):
+            if row.number == number:
+                return await self._manifest(row)
+        raise FormatError(f"run {self._run} has no version {number}, which its chain calls a floor")
+
+    async def _after(self, newest: Manifest, number: int) -> Manifest:
+        rows = [row for row in await self._rows(newest, number) if row.number > number]
+        return await self._manifest(rows[-1])
+
+    # ------------------------------------------------------------------------------------- what others need
+
+    async def _protected(self, newest: Manifest) -> Protected:
+        """What channels, pins and replicas name. FormatError for a channel or a pin that cannot be read."""
+        ranges: list[tuple[int, int]] = []
+        for number in {number async for number in self._named()}:
+            if number <= newest.number:
+                rows = await self._rows(newest, number)
+                row = next((row for row in rows if row.number == number), None)
+                if row is not None:
+                    ranges.append((floor_number(await self._manifest(row)), number))
+        fetching = await self._fetching()
+        versions: set[tuple[int, int]] = set()
+        if fetching:
+            for row in await self._rows(newest, 0):
+                if row.digest in fetching:
+                    versions.add((row.number, _epoch(row)))
+        return Protected(tuple(ranges), frozenset(versions), frozenset(fetching))
+
+    async def _named(self) -> Any:
+        """Numbers of this run's versions that a channel or a pin names."""
+        for prefix, read in (("channels/", _of_channel), ("pins/", _of_pin)):
+            for key, data in await self._load_all(prefix):
+                run, number = read(data, key)
+                if run == self._run and number is not None:
+                    yield number
+
+    async def _fetching(self) -> set[str]:
+        """What replicas are fetching, by records that have not expired; a damaged one says nothing."""
+        found: set[str] = set()
+        for _, data in await self._load_all("replicas/"):
+            try:
+                record = json.loads(data)
+                expires, fetching = float(record["expires"]), list(record.get("fetching") or ())
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+            if math.isfinite(expires) and expires > self._clock.time():
+                found.update(digest for digest in fetching if isinstance(digest, str))
+        return found
+
+    async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
+        limit = asyncio.Semaphore(PARALLEL)
+
+        async def load(key: str) -> tuple[str, bytes] | None:
+            async with limit:
+                try:
+                    return key, (await self._call(functools.partial(self._store.load, key))).data
+                except NotFound:
+                    return None  # taken away since it was listed
+
+        entries = await self._call(functools.partial(self._store.list, prefix))
+        found = await asyncio.gather(*(load(e.key) for e in entries if e.key.startswith(prefix)))
+        return [one for one in found if one is not None]
+
+    # --------------------------------------------------------------------------------------------- store
+
+    async def _list(self) -> list[Entry]:
+        """Every key of the run that may be payload or a record."""
+        prefix, found = run_prefix(self._run), []
+        for kind in ("e", "fulls/", "spans/"):
+            found += await self._call(functools.partial(self._store.list, prefix + kind))
+        return [entry for entry in found if entry.key.startswith(prefix)]
+
+    async def _rows(self, newest: Manifest, number: int) -> list[Row]:
+        return await self._call(lambda: self._chain.rows(newest, number=number))
+
+    async def _manifest(self, reference: Head | Row) -> Manifest:
+        return await self._call(lambda: self._chain.manifest(self._run, reference))
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retrying(call, self._policy, self._rng)
+
+    async def _delete(self, entries: Iterable[Entry], sweep: Sweep) -> None:
+        limit = asyncio.Semaphore(PARALLEL)
+
+        async def delete(entry: Entry) -> None:
+            async with limit:
+                try:
+                    await self._call(functools.partial(self._store.delete, entry.key))
+                except (StoreError, OSError) as error:
+                    sweep.failed[entry.key] = str(error)
+                else:
+                    sweep.deleted += 1
+                    sweep.freed += entry.size
+
+        await asyncio.gather(*(delete(entry) for entry in entries))
+
+
+def _epoch(row: Row) -> int:
+    found = read_manifest_key(row.key)
+    assert found is not None  # rows are checked when they are read
+    return found[1]
+
+
+def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """The documents of records before all files: no reader is to find a record without its files."""
+    names = [place_of(entry.key.split("/", 2)[2]) for entry in entries]
+    documents = [e for e, name in zip(entries, names, strict=True) if name is not None and name[3] is None]
+    files = [e for e, name in zip(entries, names, strict=True) if name is None or name[3] is not None]
+    for part in (documents, files):
+        for at in range(0, len(part), BATCH):
+            yield part[at : at + BATCH]
+
+
+def _of_channel(data: bytes, key: str) -> tuple[str, int | None]:
+    channel = Channel.decode(data, key)
+    return channel.run, channel.exact
+
+
+def _of_pin(data: bytes, key: str) -> tuple[str, int | None]:
+    try:
+        value = json.loads(data)
+        return str(value["run"]), int(value["number"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{key}: not a pin ({error})") from None

@@ -1,0 +1,77 @@
+"""A run whose versions get fulls beside the chain, under a clock that a test moves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.manifest import Manifest, PayloadFile, Representation, bytes_digest
+from stitch_core.publisher import Publisher
+from stitch_core.records import Record, upload_full, upload_record
+from stitch_core.retry import Retry
+from stitch_core.stores.memory import MemoryStore
+from stitch_core.testing.checkpoints import write_checkpoint
+from tests.small_run import FILES, NO_RETRY, FaultyStore, Trainer, inline
+
+HOW: Any = {"rng": random.Random(0), "run_blocking": inline, "policy": Retry(attempts=1)}
+
+
+class HandClock:
+    """A ports.Clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Run:
+    """A trainer whose publisher raises the floor. Each publish takes ``pace`` seconds."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.trainer, self.memory = root, Trainer(root / "train"), MemoryStore()
+        self.store = FaultyStore(self.memory)
+        self.clock, self.pace = HandClock(), 0.0
+        self._nonces = itertools.count()
+        self.versions: list[Manifest] = []
+
+    async def claim(self, **options: Any) -> None:
+        self.publisher = Publisher(
+            self.store, "r", files=FILES, clock=self.clock, rng=random.Random(0),
+            nonce=lambda: f"n{next(self._nonces)}", run_blocking=inline, retry=NO_RETRY, swap_deadline=0.0,
+            raise_floor=True,
+        )  # fmt: skip
+        head = await self.publisher.claim(self.trainer.version0, **options)
+        self.versions = self.versions or [head]
+
+    async def publish(self, count: int = 1) -> Manifest:
+        for _ in range(count):
+            self.clock.now += self.pace
+            self.versions.append(await self.trainer.publish(self.publisher))
+        return self.versions[-1]
+
+    async def anchor(self, number: int) -> Record:
+        directory = self.root / f"full{number}"
+        write_checkpoint(directory, FILES, self.trainer.weights[self.versions[number].state])
+        return (await upload_full(self.memory, self.versions[number], directory, FILES, **HOW))[0]
+
+    async def span(self, since: int, number: int) -> Record:
+        """The deltas between two versions as one."""
+        a, b = self.versions[since], self.versions[number]
+        directory = self.root / f"span{since}-{number}"
+        encoded = DeltaEncoder(self.trainer.weights[a.state]).encode(
+            self.trainer.weights[b.state], directory, FILES, number=number, base_number=since
+        )
+        contents = {name: FILES.read(directory / name) for name in encoded.files}
+        files = tuple(PayloadFile(n, len(data), bytes_digest(data)) for n, data in contents.items())
+        how = Representation("delta", files, a.state, "xor", dict(encoded.changed))
+        record = Record("r", b.number, b.state, how, a.number)
+        await upload_record(self.memory, record, directory, FILES, HOW)
+        return record

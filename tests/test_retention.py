@@ -1,0 +1,384 @@
+"""The collector deletes what nobody can need any more, and nothing else, whoever sleeps meanwhile."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stitch_core.chain import ChainReader, NoHead
+from stitch_core.files import PosixFiles
+from stitch_core.head import Channel, channel_key
+from stitch_core.manifest import FormatError, Manifest, canonical_json, run_prefix
+from stitch_core.planner import Planner
+from stitch_core.ports import Entry, Unavailable
+from stitch_core.publisher import Fenced
+from stitch_core.retention import BATCH, LOOK_AGAIN, Collector, Sweep
+from stitch_core.retry import Retry
+from stitch_core.stores.local import LocalStore
+from tests.anchored_run import Run
+from tests.small_run import inline, rebuild_all
+
+DAY = 24 * 3600.0
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> Run:
+    """Versions 0 to 12, fulls beside 3, 6 and 9, floors raised; a version every hour."""
+    run = Run(tmp_path)
+    run.pace = 3600.0
+    await run.claim()
+    for _ in range(4):
+        await run.publish(3)
+        if run.versions[-1].number < 12:
+            await run.anchor(run.versions[-1].number)
+    assert [floor(m) for m in run.versions[1:]] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
+    return run
+
+
+def floor(manifest: Manifest) -> int | None:
+    return manifest.floor.number if manifest.floor else None
+
+
+def collector(run: Run, grace: float = DAY) -> Collector:
+    return Collector(
+        run.store, "r", clock=run.clock, rng=random.Random(0), grace=grace, policy=Retry(attempts=1)
+    )
+
+
+async def collect(run: Run, grace: float = DAY) -> Sweep:
+    return await collector(run, grace).collect()
+
+
+def payload(run: Run) -> set[int]:
+    """Numbers of versions that have payload in the store."""
+    keys = [key.split("/") for key in run.memory.state.objects if "/weight_v" in key]
+    return {int(key[3].removeprefix("weight_v")) for key in keys}
+
+
+def records(run: Run) -> set[str]:
+    return {key.split("/")[3][:13].partition(".")[0] for key in run.memory.state.objects
+            if "/fulls/" in key or "/spans/" in key}  # fmt: skip
+
+
+async def joins(run: Run) -> None:
+    """A new host reaches the head from the store as it is."""
+    await Planner(run.memory, ChainReader(run.memory)).plan(run.versions[-1], {run.versions[0].state})
+
+
+# ------------------------------------------------------------------------------------------------ by age
+
+
+async def test_below_the_floor_of_a_head_that_is_older_than_the_grace(run: Run) -> None:
+    await run.span(0, 2)
+    await run.span(2, 6)
+    sweep = await collect(run, grace=1.5 * 3600)
+    assert sweep.floor == 6, "9 is the newest floor, and two are kept"
+    assert payload(run) == set(range(6, 13))
+    assert records(run) == {"000006", "000009", "000002-000006"}
+    assert len([key for key in run.memory.state.objects if "/manifests/" in key]) == 13
+    assert sweep.deleted == len(sweep.doomed)
+    assert sweep.freed == sweep.bytes > 0
+    await joins(run)
+    again = await collect(run, grace=1.5 * 3600)
+    assert again.doomed == []
+
+
+async def test_the_grace_counts_from_when_a_floor_was_surely_in_force(run: Run) -> None:
+    """7 was written at 7 h and says that 6, whose floor is 3, was the head; it is 12 h now."""
+    assert (await collect(run, grace=5.1 * 3600)).floor == 0
+    assert payload(run) == set(range(1, 13))
+    assert (await collect(run, grace=4.9 * 3600)).floor == 3
+    assert payload(run) == set(range(3, 13))
+
+
+async def test_two_floors_are_kept_however_short_the_grace(run: Run) -> None:
+    run.clock.now += 365 * DAY
+    assert (await collect(run, grace=0.0)).floor == 6
+
+
+async def test_a_run_without_a_second_floor_loses_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.claim()
+    await run.publish(5)
+    run.clock.now += 365 * DAY
+    assert (await collect(run)).doomed == []
+    await run.anchor(4)
+    await run.publish(2)
+    run.clock.now += 365 * DAY
+    assert (await collect(run)).doomed == [], "version 0 is the second floor"
+
+
+async def test_fulls_of_the_trainer_are_floors_as_well(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.claim()
+    for _ in range(3):
+        await run.publish(2)
+        run.versions.append(await run.publisher.publish(run.trainer.full()))
+    await run.publish(2)
+    run.clock.now += 2 * DAY
+    assert (await collect(run)).floor == 6
+    assert payload(run) == set(range(6, 12))
+    await joins(run)
+
+
+async def test_a_run_that_nobody_claimed(tmp_path: Path) -> None:
+    with pytest.raises(NoHead):
+        await collect(Run(tmp_path))
+
+
+# -------------------------------------------------------------------------------------------- protections
+
+
+@pytest.mark.parametrize("where", ["channels", "pins"])
+async def test_what_a_channel_or_a_pin_names_stays_reachable(run: Run, where: str) -> None:
+    key, data = channel_key("eval"), Channel("r", 4).encode()
+    if where == "pins":
+        key, data = "pins/keep", canonical_json({"format": "stitch.pin/1", "run": "r", "number": 4})
+    run.memory.state.objects[key] = data
+    sweep = await collect(run, grace=3600.0)
+    assert sweep.kept > 0
+    assert payload(run) == {3, 4, *range(6, 13)}
+    plan = await Planner(run.memory, ChainReader(run.memory)).plan(run.versions[4], {run.versions[0].state})
+    for source in plan.sources:
+        assert all(source.file_key(f.name) in run.memory.state.objects for f in source.representation.files)
+
+
+async def test_another_runs_channel_and_one_without_a_number_keep_nothing(run: Run) -> None:
+    run.memory.state.objects[channel_key("eval")] = Channel("other", 4).encode()
+    run.memory.state.objects[channel_key("latest")] = Channel("r").encode()
+    await collect(run, grace=3600.0)
+    assert payload(run) == set(range(6, 13))
+
+
+@pytest.mark.parametrize("key", ["channels/eval", "pins/keep"])
+async def test_a_channel_or_a_pin_that_cannot_be_read_stops_it(run: Run, key: str) -> None:
+    run.memory.state.objects[key] = b"{"
+    with pytest.raises(FormatError, match=key):
+        await collect(run, grace=3600.0)
+    assert payload(run) == set(range(1, 13))
+
+
+def hint(run: Run, digests: list[str], expires_in: float) -> None:
+    record = {"id": "x", "fetching": digests, "expires": run.clock.now + expires_in}
+    run.memory.state.objects["replicas/x.json"] = canonical_json(record)
+
+
+async def test_a_joiner_slower_than_the_grace_keeps_what_it_says_that_it_fetches(run: Run) -> None:
+    full = await run.anchor(2)
+    hint(run, [run.versions[1].digest(), full.digest()], 15.0)
+    await collect(run, grace=3600.0)
+    assert payload(run) == {1, *range(6, 13)}
+    assert "000002" in records(run)
+    run.clock.now += 16.0
+    await collect(run, grace=3600.0)
+    assert payload(run) == set(range(6, 13))
+    assert "000002" not in records(run)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'{"expires":"x"}', b'{"expires":Infinity,"fetching":[1,{}]}', b"null"]
+)
+async def test_a_damaged_replica_record_stops_nothing(run: Run, data: bytes) -> None:
+    run.memory.state.objects["replicas/x.json"] = data
+    await collect(run, grace=3600.0)
+    assert payload(run) == set(range(6, 13))
+
+
+# -------------------------------------------------------------------------------------------- who sleeps
+
+
+async def test_c29_a_publisher_sleeps_longer_than_the_grace_before_its_swap(run: Run) -> None:
+    """Its payload and manifest are there, unreferenced: they are of the head's epoch, and stay."""
+    swap = run.memory.swap
+    sweeps: list[Sweep] = []
+
+    async def late(key: str, expected: str | None, data: bytes) -> str:
+        run.clock.now += 10 * DAY
+        sweeps.append(await collect(run))
+        return await swap(key, expected, data)
+
+    run.memory.swap = late  # type: ignore[method-assign]
+    newest = await run.publish()
+    run.memory.swap = swap  # type: ignore[method-assign]
+    assert sweeps[0].deleted > 0
+    assert all(newest.file_key(f.name) in run.memory.state.objects for f in newest.representation.files)
+    await joins(run)
+
+
+async def test_c29_a_publisher_of_an_old_epoch_wakes_after_its_payload_was_collected(run: Run) -> None:
+    """It cannot become the head: its swap names the head as it was before the claim."""
+    swap, sleeper = run.memory.swap, run.publisher
+    number = sleeper.reserve()
+    lost = run.trainer.delta(number)
+
+    async def late(key: str, expected: str | None, data: bytes) -> str:
+        run.memory.swap = swap  # type: ignore[method-assign]
+        run.trainer.resume(run.versions[-1].state)
+        await run.claim()
+        await run.publish()
+        sweep = await collect(run)
+        assert {e.key for e in sweep.doomed} == {k for k in before - kept if "/e0001/weight_v000013/" in k}
+        return await swap(key, expected, data)
+
+    kept = set(run.memory.state.objects)
+    upload = run.memory.create
+    before: set[str] = set()
+
+    async def create(key: str, source: Any) -> None:
+        await upload(key, source)
+        before.update(run.memory.state.objects)
+
+    run.memory.create = create  # type: ignore[method-assign]
+    run.memory.swap = late  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        await sleeper.publish(lost, number)
+    assert run.versions[-1].epoch == 2
+    assert not [key for key in run.memory.state.objects if "/e0001/weight_v000013/" in key]
+    await joins(run)
+
+
+async def test_leftovers_of_the_heads_epoch_above_the_floor_stay(run: Run) -> None:
+    """A failed publish may still be repeated, and a rank may still upload: the epoch is alive."""
+    run.memory.state.objects[run_prefix("r") + "e0001/weight_v000099/x"] = b"1"
+    run.memory.state.objects[run_prefix("r") + "e0002/weight_v000099/x"] = b"1"
+    run.clock.now += 100 * DAY
+    await collect(run)
+    assert 99 in payload(run)
+
+
+async def test_a_second_collector_is_harmless(run: Run) -> None:
+    first, second = collector(run, 3600.0), collector(run, 3600.0)
+    survey = await second.survey()
+    await first.collect()
+    second.survey = lambda: _ready(survey)  # type: ignore[method-assign]
+    sweep = await second.collect()
+    assert sweep.failed == {}
+    assert payload(run) == set(range(6, 13))
+    await joins(run)
+
+
+async def _ready(sweep: Sweep) -> Sweep:
+    return sweep
+
+
+async def test_a_collector_that_slept_looks_again_at_what_is_protected(run: Run) -> None:
+    sleeper = collector(run, 3600.0)
+    survey = await sleeper.survey()
+    run.memory.state.objects[channel_key("eval")] = Channel("r", 4).encode()
+
+    async def slept() -> Sweep:
+        return survey
+
+    sleeper.survey = slept  # type: ignore[method-assign]
+    monotonic, times = run.clock.monotonic, iter([0.0])
+    run.clock.monotonic = lambda: next(times, monotonic() + LOOK_AGAIN)  # type: ignore[method-assign]
+    await sleeper.collect()
+    assert payload(run) == {3, 4, *range(6, 13)}
+
+
+# ----------------------------------------------------------------------------------------------- its root
+
+
+async def test_what_it_does_not_know_stays(run: Run) -> None:
+    strange = [
+        "runs/r/e0001/weight_v1/x", "runs/r/e1/weight_v000001/x", "runs/r/e0001/weight_v000001/a/b",
+        "runs/r/e0001/notes.txt", "runs/r/fulls/readme", "runs/r/spans/readme", "runs/r/else/x",
+        "runs/r2/e0001/weight_v000001/x", "runs/r/extra", "other/e0001/weight_v000001/x",
+    ]  # fmt: skip
+    for key in strange:
+        run.memory.state.objects[key] = b"1"
+    await collect(run, grace=3600.0)
+    assert set(strange) <= set(run.memory.state.objects)
+
+
+async def test_a_listing_that_leaves_the_run_is_not_followed(run: Run) -> None:
+    listing = run.memory.list
+    wrong = [Entry("runs/other/e0001/weight_v000001/x", 1), Entry("runs/r/../x/e0001/weight_v000001/y", 1)]
+
+    async def lying(prefix: str) -> list[Entry]:
+        return await listing(prefix) + (wrong if prefix.startswith("runs/") else [])
+
+    run.memory.list = lying  # type: ignore[method-assign]
+    sweep = await collector(run, 3600.0).survey()
+    assert not [entry for entry in sweep.doomed if entry in wrong]
+
+
+async def test_a_failed_delete_is_told_and_the_rest_goes_on(run: Run) -> None:
+    hurt: list[str] = []
+
+    def fail(index: int, name: str, key: str) -> Exception | None:
+        if name == "delete" and (not hurt or key in hurt):
+            hurt.append(key)
+            return Unavailable("no answer")
+        return None
+
+    run.store.fail = fail
+    sweep = await collect(run, grace=3600.0)
+    assert list(sweep.failed) == hurt[:1]
+    assert sweep.deleted == len(sweep.doomed) - 1
+    run.store.fail = lambda *_: None
+    assert (await collect(run, grace=3600.0)).deleted == 1
+
+
+async def test_documents_of_records_go_before_their_files(run: Run) -> None:
+    deleted: list[str] = []
+
+    def note(index: int, name: str, key: str) -> None:
+        if name == "delete":
+            deleted.append(key)
+
+    run.store.fail = note
+    await run.anchor(1)
+    await collect(run, grace=3600.0)
+    documents = [i for i, key in enumerate(deleted) if key.endswith(".json") and key.count("/") == 3]
+    assert documents == [0, 1]
+
+
+async def test_every_version_from_the_floor_on_is_rebuilt(run: Run, tmp_path: Path) -> None:
+    await collect(run, grace=3600.0)
+    run.versions = run.versions[:1] + run.versions[9:]
+    objects = run.memory.state.objects
+    assert objects
+    host = tmp_path / "host"
+    with pytest.raises(Exception, match="weight_v000001"):
+        await rebuild_all(run.memory, run.trainer, host)
+
+
+@pytest.mark.slow
+async def test_100_000_keys(run: Run) -> None:
+    """In batches, and no manifest is kept for each of them."""
+    for i in range(100_000):
+        run.memory.state.objects[f"runs/r/e0001/weight_v000001/model-{i:06d}.safetensors"] = b"1"
+    done: list[int] = []
+    one = collector(run, 3600.0)
+    one._progress = lambda count, freed: done.append(count)
+    sweep = await one.collect()
+    assert sweep.deleted == len(sweep.doomed) > 100_000
+    assert len(done) >= 100_000 // BATCH
+    assert payload(run) == set(range(6, 13))
+
+
+async def test_symbolic_links_in_a_local_store_are_not_followed(run: Run, tmp_path: Path) -> None:
+    """An epoch that somebody moved to another disk, a file that is a link: what they point to stays."""
+    root, away = tmp_path / "store", tmp_path / "away"
+    store = LocalStore(root, PosixFiles(), inline)
+    for key, data in run.memory.state.objects.items():
+        if not key.endswith("head"):
+            await store.create(key, data)
+    await store.swap("runs/r/head", None, run.memory.state.objects["runs/r/head"])
+    (root / "runs/r/fulls").rename(away)
+    (root / "runs/r/fulls").symlink_to(away)
+    target = tmp_path / "precious"
+    target.write_bytes(b"precious")
+    link = root / "runs/r/e0001/weight_v000001/link.safetensors"
+    link.symlink_to(target)
+    before = {path: path.read_bytes() for path in away.rglob("*") if path.is_file()}
+    one = Collector(store, "r", clock=run.clock, rng=random.Random(0), grace=3600.0, policy=Retry(attempts=1))
+    sweep = await one.collect()
+    assert target.read_bytes() == b"precious"
+    assert {path: path.read_bytes() for path in away.rglob("*") if path.is_file()} == before
+    assert sweep.deleted > 0
+    assert not (root / "runs/r/e0001/weight_v000001").exists() or link.is_symlink()
