@@ -231,6 +231,12 @@ def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> Non
     updater.update_weights = update_weights  # type: ignore[attr-defined]
 
 
+def delta_checksum(args: Any) -> str:
+    """What ``--update-weight-delta-checksum`` has to be: one that names weights, or that a proof can check."""
+    given = getattr(args, "update_weight_delta_checksum", None)
+    return "adler32" if given == "adler32" and getattr(args, "stitch_prove", False) else "xxh3-128"
+
+
 def at_least_1d(tensor: Any) -> Any:
     """Stock encoders view tensors as bytes, which a tensor without dimensions does not allow."""
     return tensor.reshape(1) if tensor.dim() == 0 else tensor

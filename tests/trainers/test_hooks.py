@@ -159,6 +159,14 @@ def test_the_frameworks_own_flags_are_checked_at_once() -> None:
     with pytest.raises(ValueError, match="--update-weight-mode delta") as caught:
         check_slime(SimpleNamespace(update_weight_mode="full", update_weight_transport="nccl"))
     assert "--update-weight-transport disk (it is nccl)" in str(caught.value)
+    fitting = {
+        "update_weight_mode": "delta", "update_weight_transport": "disk",
+        "update_weight_delta_checksum": "adler32", "stitch_prove": True,
+        "custom_update_weight_post_write_path": "stitch_slime.hooks.post_write",
+    }  # fmt: skip
+    check_slime(SimpleNamespace(**fitting))
+    with pytest.raises(ValueError, match=r"--update-weight-delta-checksum xxh3-128 \(it is adler32\)"):
+        check_slime(SimpleNamespace(**fitting | {"stitch_prove": False}))
     with pytest.raises(ValueError, match=r"--colocate False \(it is True\)"):
         check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast", colocate=True), True)
     check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast", colocate=False), True)

@@ -56,7 +56,7 @@ def check_flags(args: Any, own: bool) -> None:
     if not own:
         wanted = {
             "update_weight_transfer_mode": "disk-delta",
-            "update_weight_delta_checksum": "xxh3-128",
+            "update_weight_delta_checksum": hooks.delta_checksum(args),
             "custom_update_weight_post_write_path": "stitch_miles.hooks.post_write",
         }
     wrong = [

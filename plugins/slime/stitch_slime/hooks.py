@@ -69,7 +69,7 @@ def check_flags(args: Any) -> None:
     wanted = {
         "update_weight_mode": "delta",
         "update_weight_transport": "disk",
-        "update_weight_delta_checksum": "xxh3-128",
+        "update_weight_delta_checksum": hooks.delta_checksum(args),
         "custom_update_weight_post_write_path": "stitch_slime.hooks.post_write",
     }
     wrong = [
