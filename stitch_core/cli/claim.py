@@ -7,14 +7,25 @@ import asyncio
 import random
 import secrets
 
-from ..chain import ChainReader
+from ..channels import move_channel
 from ..checkpoint import Checkpoint
 from ..files import PosixFiles
-from ..head import Channel, channel_key
-from ..ports import NotFound, Store, SystemClock
+from ..head import Channel
+from ..ports import Store, SystemClock
 from ..publisher import Boot, Publisher
 from ..versions import check_run_id
-from .common import Commands, add_base, add_command, add_run, add_store, check_name, emit, opened_store
+from .common import (
+    Commands,
+    UsageError,
+    add_base,
+    add_command,
+    add_run,
+    add_store,
+    check_name,
+    count,
+    emit,
+    opened_store,
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,13 +34,23 @@ def add_parser(commands: Commands) -> None:
         "Create a run whose version 0 is the checkpoint --base, or raise the epoch of one that exists.\n"
         "Every writer that claimed it before is fenced: its next publish is refused. A trainer's plugin\n"
         "claims by itself; this command is for launchers that create the run, and point a channel at it,\n"
-        "before replicas start.",
+        "before replicas start.\n\n"
+        "  stitch claim --store file:/data/stitch --run my-run --base /models/base --channel latest\n\n"
+        "With --resume-version it is refused, and nobody is fenced, when a rollback gave that version up;\n"
+        "--override brings the version back.",
     )  # fmt: skip
     add_store(parser)
     add_run(parser)
     add_base(parser)
     parser.add_argument(
         "--channel", metavar="NAME", help="also point this channel (such as latest) at the run"
+    )
+    parser.add_argument(
+        "--resume-version", type=count, metavar="N",
+        help="the version that was the newest when the checkpoint to go on from was saved",
+    )  # fmt: skip
+    parser.add_argument(
+        "--override", action="store_true", help="resume at --resume-version although a rollback gave it up"
     )
 
 
@@ -46,12 +67,16 @@ async def run(options: argparse.Namespace) -> int:
     check_run_id(options.run_id)
     if options.channel is not None:
         check_name("--channel", options.channel)  # before anybody is fenced
+    if options.override and options.resume_version is None:
+        raise UsageError("--override is for a --resume-version that a rollback gave up")
     state = await asyncio.to_thread(lambda: Checkpoint.open(options.base, PosixFiles()).state())
     async with opened_store(options.store) as store:
         publisher = new_publisher(store, options.run_id, "claim")
-        head = await publisher.claim(Boot(str(options.base), state))
+        head = await publisher.claim(
+            Boot(str(options.base), state), saved=options.resume_version, override=options.override
+        )
         if options.channel is not None:
-            await point_channel(store, options.channel, options.run_id)
+            await move_channel(store, options.channel, Channel(options.run_id), rng=random.Random())
         result = {
             "run": options.run_id, "epoch": publisher.epoch, "head": head.number, "state": head.state,
             "channel": options.channel,
@@ -61,14 +86,3 @@ async def run(options: argparse.Namespace) -> int:
             + (f"; channel {options.channel} follows it" if options.channel else "")
         ))  # fmt: skip
     return 0
-
-
-async def point_channel(store: Store, name: str, run_id: str) -> None:
-    """Move a channel to a run's newest version. Raises Conflict when somebody else moves it too."""
-    try:
-        tag = (await store.load(channel_key(name))).tag
-        if (await ChainReader(store).channel(name)) == Channel(run_id):
-            return
-    except NotFound:
-        tag = None
-    await store.swap(channel_key(name), tag, Channel(run_id).encode())
