@@ -14,9 +14,11 @@ from importlib import import_module
 
 from .. import plugins
 from ..chain import NoHead
+from ..channels import ChannelRefused
 from ..checkpoint import CheckpointError
 from ..host_checkpoint import HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
+from ..pins import PinRefused
 from ..ports import EngineError, StoreError
 from ..publisher import PublishError
 from ..replica.activation import CannotFollow, ReplicaFailed
@@ -24,12 +26,13 @@ from ..replica.staging import WrongBase
 from ..versions import VersionError
 from .common import Commands, UsageError, add_command
 
-COMMANDS = ("replica", "publish", "claim", "status", "versions")
+COMMANDS = ("replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions")
 PLUGINS = "stitch.commands"
 
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
-    VersionError, NoHead, NoPlan, CannotFollow, WrongBase, EngineError, ValueError, OSError,
+    ChannelRefused, PinRefused, VersionError, NoHead, NoPlan, CannotFollow, WrongBase, EngineError,
+    ValueError, OSError,
 )  # fmt: skip
 
 
