@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
-from ..ports import Store
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..versions import VersionError, check_run_id
@@ -103,7 +102,7 @@ def interval(text: str) -> float:
 
 
 @contextlib.asynccontextmanager
-async def opened_store(url: str) -> AsyncIterator[Store]:
+async def opened_store(url: str) -> AsyncIterator[BoundedStore]:
     """The store at ``url``, every call bounded in time."""
     store = BoundedStore(open_store(url), STORE_SECONDS)
     try:

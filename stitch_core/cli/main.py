@@ -15,6 +15,7 @@ from importlib import import_module
 from .. import plugins
 from ..chain import NoHead
 from ..channels import ChannelRefused
+from ..checkout import CheckoutRefused
 from ..checkpoint import CheckpointError
 from ..host_checkpoint import HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
@@ -26,13 +27,16 @@ from ..replica.staging import WrongBase
 from ..versions import VersionError
 from .common import Commands, UsageError, add_command
 
-COMMANDS = ("replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions")
+COMMANDS = (
+    "replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions",
+    "inspect", "verify", "diff", "checkout", "doctor",
+)  # fmt: skip
 PLUGINS = "stitch.commands"
 
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
-    ChannelRefused, PinRefused, VersionError, NoHead, NoPlan, CannotFollow, WrongBase, EngineError,
-    ValueError, OSError,
+    ChannelRefused, PinRefused, VersionError, NoHead, NoPlan, CheckoutRefused, CannotFollow, WrongBase,
+    EngineError, ValueError, OSError,
 )  # fmt: skip
 
 

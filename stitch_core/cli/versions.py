@@ -15,6 +15,7 @@ from .common import (
     add_run,
     add_store,
     age_text,
+    count,
     emit,
     opened_store,
     positive,
@@ -26,11 +27,14 @@ from .common import (
 def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands, "versions", run, "list the versions of a run, newest first",
-        "List the versions that hang on a run's head, newest first, each checked by its digest.",
+        "List the versions that hang on a run's head, newest first, each checked by its digest.\n\n"
+        "  stitch versions --store file:/data/stitch --run my-run\n"
+        "  stitch versions --store file:/data/stitch --run my-run --before 101 --limit 50   # the next page",
     )  # fmt: skip
     add_store(parser)
     add_run(parser)
     parser.add_argument("--limit", type=positive, default=20, metavar="N", help="at most N versions (20)")
+    parser.add_argument("--before", type=count, metavar="N", help="only versions below number N")
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -41,8 +45,11 @@ async def run(options: argparse.Namespace) -> int:
             head, _ = await reader.head(options.run_id)
         except NoHead as error:
             raise UsageError(str(error)) from None
-        chain = [await reader.manifest(options.run_id, head)]
-        while len(chain) < options.limit and chain[-1].history:
+        newest = await reader.manifest(options.run_id, head)
+        before = options.before
+        first = newest if before is None else await reader.find(newest, lambda row: row.number < before)
+        chain = [first] if first else []
+        while chain and len(chain) < options.limit and chain[-1].history:
             rows_left = chain[-1].history[: options.limit - len(chain)]
             chain += (await reader.back_to(chain[-1], number=rows_left[-1].number, above_floor=False))[1:]
         rows = [describe(manifest) for manifest in chain]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
@@ -51,6 +52,16 @@ class BoundedStore:
     async def digest(self, key: str) -> tuple[int, str | None]:
         """As DigestingStore.digest, where the capabilities say that the store is one."""
         return await self._bounded(cast(DigestingStore, self._store).digest(key), f"looking at {key}")
+
+    async def folders(self, prefix: str) -> builtins.list[str] | None:
+        """As BrowsableStore.folders; None where the store is none."""
+        ask = getattr(self._store, "folders", None)
+        return None if ask is None else await self._bounded(ask(prefix), f"listing {prefix}")
+
+    async def modified(self, key: str) -> float | None:
+        """As BrowsableStore.modified; None where the store is none."""
+        ask = getattr(self._store, "modified", None)
+        return None if ask is None else await self._bounded(ask(key), f"looking at {key}")
 
     async def close(self) -> None:
         await self._store.close()

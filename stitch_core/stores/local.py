@@ -51,6 +51,7 @@ from .sources import source_chunks
 
 T = TypeVar("T")
 Entries = list[Entry]
+Names = list[str]
 logger = logging.getLogger("stitch")
 
 PRIVATE = ".stitch"
@@ -123,6 +124,15 @@ class LocalStore:
     async def list(self, prefix: str) -> list[Entry]:
         check_prefix(prefix)
         return await self._run(self._translate_read, self._list, self.root, prefix)
+
+    async def folders(self, prefix: str) -> Names:
+        """See BrowsableStore."""
+        check_prefix(prefix)
+        return await self._run(self._translate_read, self._folders, self.root / prefix, prefix)
+
+    async def modified(self, key: str) -> float:
+        """See BrowsableStore: on a network mount this is the server's clock."""
+        return (await self._reading(os.stat, key)).st_mtime
 
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)
@@ -411,6 +421,14 @@ class LocalStore:
         except OSError as error:
             raise _unavailable(self.root, error) from error
         raise NoStore(f"there is no directory {self.root}: is it mounted? The first claim makes a new store")
+
+    def _folders(self, path: Path, prefix: str) -> Names:
+        try:
+            names = [name for name in self._files.list(path) if is_key(prefix + name)]
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        self._check_root()
+        return [name for name in names if (path / name).is_dir()]
 
     def _list(self, root: Path, prefix: str) -> Entries:
         found = _list(root, self._files, prefix)

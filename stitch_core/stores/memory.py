@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import threading
 from dataclasses import dataclass, field
@@ -72,6 +73,11 @@ class MemoryStore:
         with self.state.lock:
             found = [(key, len(data)) for key, data in self.state.objects.items() if key.startswith(prefix)]
         return [Entry(key, size) for key, size in sorted(found)]
+
+    async def folders(self, prefix: str) -> builtins.list[str]:
+        """See BrowsableStore."""
+        rests = [entry.key[len(prefix) :] for entry in await self.list(prefix)]
+        return sorted({rest.partition("/")[0] for rest in rests if "/" in rest})
 
     async def delete(self, key: str) -> None:
         check_key(key)

@@ -40,7 +40,7 @@ def test_an_empty_store(shell: Shell) -> None:
     said = shell("status", "--store", shell.store, "--run", "../x")
     assert "run id '../x' is not valid" in said.complaint
     said = shell("status", "--store", shell.store, "--run", "r")
-    assert said.complaint == f"stitch status: there is no run r in {shell.store}"
+    assert said.complaint == f"stitch status: there is no run r in {shell.store}: nobody has claimed it"
 
 
 def test_status(shell: Shell) -> None:
@@ -63,6 +63,7 @@ def test_status(shell: Shell) -> None:
     assert any("serving (expired)" in line for line in lines)
     only = status(shell, "--run", "r")
     assert [run["run"] for run in only["runs"]] == ["r"]
+    assert only.keys() == {"runs"}, "nothing was listed"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,9 @@ def test_versions(shell: Shell) -> None:
     assert two == rows[:2]
     one = shell("versions", "--store", shell.store, "--run", "r", "--limit", 1, "--json").json
     assert one == rows[:1]
+    page = shell("versions", "--store", shell.store, "--run", "r", "--before", 2, "--json").json
+    assert page == rows[2:]
+    assert shell("versions", "--store", shell.store, "--run", "r", "--before", 0, "--json").json == []
     text = shell("versions", "--store", shell.store, "--run", "r").out.splitlines()
     assert text[0].split()[:3] == ["version", "kind", "files"]
     assert text[4].split()[:2] == ["r/weight_v000000", "boot"]
