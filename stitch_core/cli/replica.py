@@ -19,11 +19,13 @@ from ..ports import SystemClock
 from ..replica.activation import ActivationSettings
 from ..replica.admission import Gate
 from ..replica.engines import OpenedEngine, open_engine
+from ..replica.fetching import FETCH_THREADS, Fetcher
 from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
 from ..replica.service import Announcer, live
 from ..scratch import scratch_parent
+from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from ..threads import Threads
 from ..versions import check_run_id
 from .common import (
@@ -39,6 +41,7 @@ from .common import (
     key_values,
     opened_store,
     port,
+    positive,
     say,
     seconds,
     stop_on_signals,
@@ -89,6 +92,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--poll", type=interval, default=5.0, metavar="S", help="seconds between looks at the store (5)"
     )
+    add_cache(parser)
     parser.add_argument(
         "--pin-drain", type=seconds, default=60.0, metavar="S",
         help="seconds that requests for an exact version may hold an activation up (60)",
@@ -96,6 +100,17 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--drain", type=seconds, default=60.0, metavar="S",
         help="seconds that requests get after SIGTERM (60)",
+    )  # fmt: skip
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache", type=absolute_path, metavar="DIR",
+        help="keep fetched files here, by digest, for all replicas of this host that name this directory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache-bytes", type=positive, default=DEFAULT_BYTES, metavar="N",
+        help=f"bytes that the cache may take ({DEFAULT_BYTES})",
     )  # fmt: skip
 
 
@@ -110,6 +125,8 @@ async def run(options: argparse.Namespace) -> int:
     listener = listen(options.host, options.port)
     # One thread, so that the host checkpoint is let go of after the last call that changes it.
     blocking = Threads(1, "stitch-replica")
+    fetching = Threads(FETCH_THREADS, "stitch-fetch")
+    cache = opened_cache(options.cache, options.cache_bytes)
     try:
         opened = await open_engine(
             options.engine, options.base, key_values(options.engine_opt, "--engine-opt")
@@ -120,11 +137,14 @@ async def run(options: argparse.Namespace) -> int:
             say(f"the host checkpoint is in {root} and ends with this process; keep one with --host-dir")
         host = HostCheckpoint(root, PosixFiles())
         try:
-            await _serve(options, replica_id, follow, listener, opened, host, blocking, stop)
+            await _serve(options, replica_id, follow, listener, opened, host, blocking, fetching, cache, stop)
         finally:
             await opened.close()
             await blocking(host.close)
     finally:
+        if cache is not None:
+            cache.close()
+        fetching.close()
         blocking.close()
         listener.close()
         if temporary is not None:
@@ -176,6 +196,8 @@ async def _serve(
     opened: OpenedEngine,
     host: HostCheckpoint,
     blocking: Threads,
+    fetching: Threads,
+    cache: DigestCache | None,
     stop: asyncio.Event,
 ) -> None:
     clock = SystemClock()
@@ -185,6 +207,7 @@ async def _serve(
             store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
             blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
             poll=options.poll, say=say,
+            fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache),
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(

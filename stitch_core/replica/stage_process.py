@@ -12,6 +12,7 @@ from typing import Any
 
 from ..manifest import Manifest
 from ..state import TensorTable
+from ..stores.cache import DEFAULT_BYTES
 from .child import Child, CommandFailed
 from .stage_worker import table_from_json
 from .staging import Staged, WrongBase
@@ -31,11 +32,15 @@ class StagerProcess:
         host_dir: Path,
         *,
         activity: Callable[[str], None] = lambda text: None,
+        cache: Path | None = None,
+        cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
         self.fetching: tuple[str, ...] = ()
         self._activity = activity
-        arguments = ("--store", store_url, "--boot", str(boot), "--host-dir", str(host_dir))
-        self._child = Child("stitch_core.replica.stage_worker", arguments, self._note)
+        arguments = ["--store", store_url, "--boot", str(boot), "--host-dir", str(host_dir)]
+        if cache is not None:
+            arguments += ["--cache", str(cache), "--cache-bytes", str(cache_bytes)]
+        self._child = Child("stitch_core.replica.stage_worker", tuple(arguments), self._note)
         self._boot_table: TensorTable | None = None
 
     @property

@@ -16,7 +16,9 @@ from ..ports import SystemClock
 from ..state import TensorInfo, TensorTable
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
+from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .child import obey, tell
+from .fetching import Fetcher
 from .staging import Stager
 
 STORE_SECONDS = 60.0
@@ -30,13 +32,15 @@ def table_from_json(value: dict[str, Any]) -> TensorTable:
     return {name: TensorInfo(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in value.items()}
 
 
-async def serve(store_url: str, boot: Path, host_dir: Path) -> None:
+async def serve(store_url: str, boot: Path, host_dir: Path, cache: DigestCache | None = None) -> None:
     """Answer the commands ``boot_table`` and ``stage``."""
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
+    fetcher = Fetcher(store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache)
     stager = Stager(
         store, ChainReader(store), HostCheckpoint(host_dir, PosixFiles()), boot, files=PosixFiles(),
         clock=SystemClock(), rng=random.Random(), run_blocking=asyncio.to_thread,
         activity=lambda activity: tell(activity=activity, fetching=stager.fetching),
+        fetcher=fetcher,
     )  # fmt: skip
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +63,11 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     parser.add_argument("--boot", required=True, type=Path)
     parser.add_argument("--host-dir", required=True, type=Path)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--cache-bytes", type=int, default=DEFAULT_BYTES)
     args = parser.parse_args()
-    asyncio.run(serve(args.store, args.boot, args.host_dir))
+    cache = opened_cache(args.cache, args.cache_bytes)
+    asyncio.run(serve(args.store, args.boot, args.host_dir, cache))
 
 
 if __name__ == "__main__":

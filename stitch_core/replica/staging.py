@@ -6,7 +6,7 @@ Owned by the reconciler's task.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,8 @@ from ..manifest import Manifest
 from ..planner import Planner
 from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
-from ..stores.transfer import DigestMismatch, download
+from ..stores.transfer import DigestMismatch
+from .fetching import Fetcher, Wanted
 
 
 class WrongBase(Exception):
@@ -67,12 +68,14 @@ class Stager:
         rng: random.Random,
         run_blocking: RunBlocking,
         activity: Callable[[str], None],
+        fetcher: Fetcher | None = None,
     ) -> None:
-        """``activity`` is told what is going on, in a word or two."""
+        """``activity`` is told what is going on, in a word or two; ``fetcher``: for threads or a cache."""
         self.host = host
         self.fetching: tuple[str, ...] = ()
         self._store, self._chain, self._boot, self._files = store, chain, boot, files
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
+        self._fetcher = fetcher or Fetcher(store, files, run_blocking, rng)
         self._planner = Planner(store, chain)
         self._excluded: set[str] = set()
         self._missing: set[str] = set()
@@ -105,7 +108,7 @@ class Stager:
         self.fetching = tuple(source.digest() for source in plan.sources)
         try:
             self._activity("fetching")
-            directories = {source.digest(): await self._fetch(source) for source in plan.sources}
+            directories = await self._fetch(plan.sources)
             fetched = self._clock.monotonic()
             self._activity("staging")
             await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
@@ -172,21 +175,23 @@ class Stager:
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()
 
-    async def _fetch(self, source: Source) -> Path:
-        """The files of one manifest, verified, in a directory of their own."""
-        directory = self.host.root / "fetch" / source.digest().removeprefix("sha256:")[:24]
-        await self._run_blocking(self._files.make_dirs, directory)
-        for file in source.representation.files:
-            key, path = source.file_key(file.name), directory / file.name
-            try:
-                await download(
-                    self._store, key, self._files, path, file.size, file.sha256,
-                    run_blocking=self._run_blocking, rng=self._rng,
-                )  # fmt: skip
-            except DigestMismatch:
-                self._excluded.add(source.digest())
-                raise
-            except NotFound:
-                self._missing.add(source.digest())
-                raise
-        return directory
+    async def _fetch(self, sources: Sequence[Source]) -> dict[str, Path]:
+        """The files of each source, verified, in a directory of its own; by the source's digest."""
+        directories: dict[str, Path] = {}
+        wanted: dict[Wanted, str] = {}
+        for source in sources:
+            digest = source.digest()
+            directory = directories[digest] = self.host.root / "fetch" / digest.removeprefix("sha256:")[:24]
+            await self._run_blocking(self._files.make_dirs, directory)
+            for file in source.representation.files:
+                path = directory / file.name
+                wanted[Wanted(source.file_key(file.name), path, file.size, file.sha256)] = digest
+
+        def failed(file: Wanted, error: Exception) -> None:
+            if isinstance(error, DigestMismatch):
+                self._excluded.add(wanted[file])
+            elif isinstance(error, NotFound):
+                self._missing.add(wanted[file])
+
+        await self._fetcher.fetch(list(wanted), failed)
+        return directories

@@ -206,7 +206,7 @@ def test_another_boot_checkpoint(run: Path, lines: Lines) -> None:
     ("changes", "message"),
     [
         ({"store": "nowhere"}, "run r cannot be read from its store: run r has no head yet"),
-        ({"store": "s3://bucket"}, "it comes with 'stitch-rl.s3.'"),
+        ({"store": "tape://x"}, "there is no store 'tape' here"),
         ({"boot": "nowhere"}, "cannot be replayed"),
         ({"max_len": 8}, "more than max_len 8"),
     ],

@@ -79,5 +79,8 @@ class Follower:
 
     def _make_stager(self, activity: Callable[[str], None]) -> StagerProcess:
         assert self._settings.store is not None
-        self._stager = StagerProcess(self._settings.store, self._boot, self._scratch.path, activity=activity)
+        self._stager = StagerProcess(
+            self._settings.store, self._boot, self._scratch.path, activity=activity,
+            cache=self._settings.cache, cache_bytes=self._settings.cache_bytes,
+        )  # fmt: skip
         return self._stager

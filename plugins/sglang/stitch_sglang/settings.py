@@ -15,6 +15,7 @@ from typing import Any
 from stitch_core.head import DEFAULT_CHANNEL
 from stitch_core.ports import KVMode
 from stitch_core.replica.reconciler import Follow
+from stitch_core.stores.cache import DEFAULT_BYTES
 from stitch_core.versions import check_run_id
 
 OPTIONS = {
@@ -24,6 +25,8 @@ OPTIONS = {
     "receive": "no store: a stock trainer drives this replica by /pull_weights; the name of its runs",
     "roots": "with receive: directories, joined by ':', in which its sources and local copies may lie",
     "host_dir": "where the host checkpoint lives; a tmpfs where it fits (default: a temporary directory)",
+    "cache": "keep fetched files in this directory, by digest, for all replicas of this host that name it",
+    "cache_bytes": f"bytes that the cache may take ({DEFAULT_BYTES})",
     "id": "this replica's name (default: host name and a random part)",
     "address": "how others reach this replica (default: SGLang's host and port)",
     "kv_mode": "in_place or retract: at an activation keep the KV of running requests, or compute it again",
@@ -49,6 +52,8 @@ class Settings:
     receive: str | None = None
     roots: tuple[Path, ...] = ()
     host_dir: Path | None = None
+    cache: Path | None = None
+    cache_bytes: int = DEFAULT_BYTES
     id: str | None = None
     address: str | None = None
     kv_mode: KVMode = "in_place"
@@ -114,10 +119,19 @@ def _parse(name: str, text: str) -> Any:
             raise ValueError("it is in_place or retract")
         if name == "roots":
             return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
-        if name == "host_dir":
+        if name in ("host_dir", "cache"):
             return Path(os.path.abspath(text))
+        if kinds[name] == "int":
+            return _positive(text)
         if kinds[name] == "float":
             return float(text)
         return {"0": False, "1": True}[text] if kinds[name] == "bool" else text
     except (ValueError, KeyError) as error:
         raise SettingsError(f"{variable(name)}={text!r} cannot be used: {error}") from error
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("it is 1 or more")
+    return value

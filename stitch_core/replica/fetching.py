@@ -1,0 +1,93 @@
+"""The files of a plan from a store to this host: many at a time, through the host's cache if there is one."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..gathering import all_of
+from ..ports import Files, RunBlocking, Store
+from ..stores.cache import DigestCache
+from ..stores.transfer import download
+
+FETCH_THREADS = 4
+"""That hash and write: one does about 1 GB/s."""
+
+PARALLEL_FETCHES = 16
+"""Files at a time; the process's room for transfers bounds the memory."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An object, where it is to lie, its bytes and ``sha256:<hex>``."""
+
+    key: str
+    path: Path
+    size: int
+    sha256: str
+
+
+class Fetcher:
+    """Downloads for one replica; ``run_blocking`` does the writing and hashing. Owned by one task."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Files,
+        run_blocking: RunBlocking,
+        rng: random.Random,
+        *,
+        cache: DigestCache | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """``progress`` gets the number of bytes of each step."""
+        self.cache = cache
+        self._store, self._files, self._run_blocking, self._rng = store, files, run_blocking, rng
+        self._progress = progress
+
+    async def fetch(
+        self,
+        wanted: Sequence[Wanted],
+        failed: Callable[[Wanted, Exception], None] = lambda wanted, error: None,
+    ) -> None:
+        """All files, whole, verified and durable, or an error: ``failed`` is told first whose it is.
+
+        What was whole by then stays. Raises as ``download`` does.
+        """
+
+        async def one(file: Wanted) -> None:
+            try:
+                await self._file(file)
+            except Exception as error:
+                failed(file, error)
+                raise
+
+        calls: list[Callable[[], Awaitable[None]]] = [functools.partial(one, file) for file in wanted]
+        if self.cache is None:
+            await all_of(calls, PARALLEL_FETCHES)
+            return
+        await self._run_blocking(self.cache.begin, {file.sha256: file.size for file in wanted})
+        complete = False
+        try:
+            await all_of(calls, PARALLEL_FETCHES)
+            complete = True
+        finally:
+            await self._run_blocking(lambda cache: cache.done(needed=complete), self.cache)
+
+    async def _file(self, file: Wanted) -> None:
+        cache, blocking = self.cache, self._run_blocking
+        if cache is not None and not await blocking(self._files.exists, file.path):
+            await blocking(self._files.make_dirs, file.path.parent)
+            if await blocking(cache.take, file.sha256, file.size, file.path):
+                if self._progress is not None:
+                    self._progress(file.size)
+                return
+        await download(
+            self._store, file.key, self._files, file.path, file.size, file.sha256,
+            run_blocking=blocking, rng=self._rng, progress=self._progress,
+        )  # fmt: skip
+        if cache is not None:
+            await blocking(cache.put, file.sha256, file.path)
