@@ -232,7 +232,7 @@ def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> Non
 
 
 def delta_checksum(args: Any) -> str:
-    """What ``--update-weight-delta-checksum`` has to be: one that names weights, or that a proof can check."""
+    """What ``--update-weight-delta-checksum`` has to be: what names weights, or what a proof can check."""
     given = getattr(args, "update_weight_delta_checksum", None)
     return "adler32" if given == "adler32" and getattr(args, "stitch_prove", False) else "xxh3-128"
 
