@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..checkpoint import Checkpoint
+from ..dialects import INDEX_NAME, SPARSE_SUFFIX
 from ..ports import Files
 from ..safetensors import ByteArray, Tensor, as_bytes, tensor_nbytes
 from ..state import ITEM_BITS, TensorInfo, layout_difference, state_digest, tensor_digest
 from . import wire, xor
-from .directory import write_delta
+from .directory import prepare_directory, write_delta, write_index
+from .sparse_apply import apply_sparse
+from .sparse_encode import Source, SparseStats, encode_sparse
+from .sparse_file import SparseFile, width_of
 from .wire import DeltaError
+
+ENCODINGS = ("xor", "sparse")
+_KEPT = ".undo"
 
 Writer = Callable[[Mapping[str, tuple[bytes, str]]], Sequence[str]]
 
@@ -25,7 +32,8 @@ class EncodedDelta:
     """A delta directory that was written, and all that a manifest says of it.
 
     ``changed`` maps each tensor in it to its old and new xxh3-128. ``files`` are names in the directory,
-    the index last. Elements are counted in the width of the tensor's dtype.
+    the index last. Elements are counted in the width of the tensor's dtype (in ``sparse`` by the byte for
+    dtypes of 6 bits, by the part for complex ones).
     """
 
     base: str
@@ -47,11 +55,33 @@ class EncodedDelta:
 
 @dataclass(frozen=True)
 class _Undo:
-    """Takes the base back over one encode: the frames are XOR, so they also undo."""
+    """Takes the base back over one encode: what was encoded is XOR, so it also undoes.
 
-    frames: Mapping[str, bytes]
+    Sparse files stay on disk, under names of their own in ``kept``.
+    """
+
     table: dict[str, TensorInfo]
     state: str
+    frames: Mapping[str, bytes] = field(default_factory=dict)
+    kept: Path | None = None
+    files: Files | None = None
+
+    def take(self, base: Mapping[str, ByteArray]) -> None:
+        for name, frame in self.frames.items():
+            xor.apply(base[name], frame)
+        for file in self._sparse():
+            for name in file.names:
+                apply_sparse(base[name], name, [file])
+        self.forget()
+
+    def forget(self) -> None:
+        if self.kept and self.files:
+            self.files.remove_tree(self.kept)
+
+    def _sparse(self) -> list[SparseFile]:
+        if not self.kept or not self.files or not self.files.exists(self.kept):
+            return []
+        return [SparseFile(self.kept / name, self.files) for name in self.files.list(self.kept)]
 
 
 class DeltaEncoder:
@@ -61,7 +91,11 @@ class DeltaEncoder:
     ``commit`` and ``undo`` say how the publishing ended. The layout never changes.
     """
 
-    def __init__(self, base: Mapping[str, Tensor]) -> None:
+    def __init__(self, base: Mapping[str, Tensor], encoding: str = "xor") -> None:
+        """``encoding``: "xor", as stock slime and Miles write it, or "sparse"."""
+        if encoding not in ENCODINGS:
+            raise DeltaError(f"no encoder for {encoding!r}: known are {', '.join(ENCODINGS)}")
+        self.encoding = encoding
         self._base: dict[str, ByteArray] = {}
         self.table: dict[str, TensorInfo] = {}
         for name, tensor in base.items():
@@ -70,9 +104,9 @@ class DeltaEncoder:
         self._outstanding: deque[_Undo] = deque()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> DeltaEncoder:
+    def from_checkpoint(cls, checkpoint: Checkpoint, encoding: str = "xor") -> DeltaEncoder:
         """An encoder whose base is a checkpoint on disk."""
-        encoder = cls({})
+        encoder = cls({}, encoding)
         for name, ref in checkpoint.tensors.items():
             encoder._add(name, Tensor(ref.dtype, ref.shape, b""), as_bytes(bytearray(checkpoint.read(name))))
         encoder.state = state_digest(encoder.table)
@@ -91,11 +125,23 @@ class DeltaEncoder:
     def encode(
         self, tensors: Mapping[str, Tensor], directory: Path, files: Files, *, number: int, base_number: int
     ) -> EncodedDelta:
-        """Write what turns the base into ``tensors`` as a stock delta directory, and move the base there.
+        """Write what turns the base into ``tensors`` as a delta directory, and move the base there.
 
         Raises DeltaError, naming the tensor, when the layout differs from the base's; after any error the
         base is as it was. ``number`` and ``base_number`` are only what the index says.
         """
+        if self.encoding == "sparse":
+            prepare_directory(directory, files)
+
+            def finish(names: Sequence[str]) -> None:
+                files.sync(directory)
+                write_index(
+                    directory, files, {}, number=number, base_number=base_number, encoding="sparse",
+                    sparse_files=names,
+                )  # fmt: skip
+
+            encoded = self.write_sparse(tensors, directory, files, finish=finish)
+            return replace(encoded, files=(*encoded.files, INDEX_NAME))
         return self.write(
             tensors,
             lambda payloads: write_delta(directory, files, payloads, number=number, base_number=base_number),
@@ -122,24 +168,87 @@ class DeltaEncoder:
             changed_elements, self._elements(),
             changed_bytes, self.bytes, sum(len(frame) for frame in frames.values()),
         )  # fmt: skip
-        self._outstanding.append(_Undo(frames, self.table, self.state))
-        for name in frames:
+        self._move(tensors, table, encoded, _Undo(self.table, self.state, frames))
+        return encoded
+
+    def write_sparse(
+        self,
+        tensors: Mapping[str, Tensor],
+        directory: Path,
+        files: Files,
+        *,
+        stem: str = "model",
+        finish: Callable[[Sequence[str]], None] = lambda _: None,
+        progress: Callable[[SparseStats], None] | None = None,
+    ) -> EncodedDelta:
+        """Write ``<stem>-NNNNN.sparse`` into ``directory``, call ``finish`` with the names, move the base.
+
+        In bounded memory; see ``encode_sparse``. Buffers are read by several threads until this returns.
+        """
+        sources = self._sources(tensors)
+        kept = directory.with_name(f".{directory.name}.{stem}{_KEPT}")
+        if not self._outstanding:
+            _remove_kept(directory.parent, f".{stem}{_KEPT}", files)
+        paths, changed, stats = encode_sparse(
+            sources, lambda i: directory / f"{stem}-{i:05d}{SPARSE_SUFFIX}", files, progress=progress
+        )
+        try:
+            names = [path.name for path in paths]
+            finish(names)
+            files.make_dirs(kept)
+            for path in paths:
+                files.link(path, kept / path.name)
+        except BaseException:
+            files.remove_tree(kept)
+            raise
+        table = dict(self.table)
+        for name, row in changed.items():
+            table[name] = TensorInfo(table[name].dtype, table[name].shape, row.new)
+        encoded = EncodedDelta(
+            self.state, state_digest(table) if changed else self.state, "sparse",
+            {name: (row.old, row.new) for name, row in changed.items()}, tuple(names),
+            stats.changed_elements, self._elements(), stats.changed_bytes, self.bytes, stats.encoded_bytes,
+        )  # fmt: skip
+        self._move(tensors, table, encoded, _Undo(self.table, self.state, {}, kept, files))
+        return encoded
+
+    def _sources(self, tensors: Mapping[str, Tensor]) -> list[Source]:
+        sources = []
+        for name, info in self.table.items():
+            tensor = tensors.get(name)
+            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
+                break
+            new = as_bytes(tensor.data)
+            if new.size != self._base[name].size:
+                _check_size(name, tensor, new)
+            width, packed = width_of(info.dtype), ITEM_BITS[info.dtype] == 4
+            sources.append(Source(name, self._base[name].data, new.data, width, info.digest, packed))
+        if len(sources) != len(self.table) or len(tensors) != len(sources):
+            layout = {name: TensorInfo(t.dtype, tuple(t.shape), "") for name, t in tensors.items()}
+            difference = layout_difference(self.table, layout)
+            raise DeltaError(f"a delta needs the layout of its base: {difference}")
+        return sources
+
+    def _move(
+        self, tensors: Mapping[str, Tensor], table: dict[str, TensorInfo], encoded: EncodedDelta, undo: _Undo
+    ) -> None:
+        """Move the base to what was encoded."""
+        self._outstanding.append(undo)
+        for name in encoded.changed:
             self._base[name][:] = as_bytes(tensors[name].data)
         self.table, self.state = table, encoded.state
-        return encoded
 
     def commit(self) -> None:
         """The oldest outstanding encode was published: it will not be undone."""
         if not self._outstanding:
             raise DeltaError("nothing to commit: no encode is outstanding")
-        self._outstanding.popleft()
+        self._outstanding.popleft().forget()
 
     def undo(self) -> None:
         """Take the base back over every outstanding encode, to the state committed last."""
         while self._outstanding:
             step = self._outstanding.pop()
-            for name, frame in step.frames.items():
-                xor.apply(self._base[name], frame)
+            step.take(self._base)
             self.table, self.state = step.table, step.state
 
     def _elements(self) -> int:
@@ -166,6 +275,13 @@ class DeltaEncoder:
             _check_size(name, tensors[name], data)
             table[name] = TensorInfo(info.dtype, info.shape, tensor_digest(data.data))
         return table
+
+
+def _remove_kept(parent: Path, ending: str, files: Files) -> None:
+    """Remove what an encoder of this name that died kept for its undo."""
+    for name in files.list(parent) if files.exists(parent) else []:
+        if name.startswith(".") and name.endswith(ending):
+            files.remove_tree(parent / name)
 
 
 def _check_size(name: str, tensor: Tensor, data: ByteArray) -> None:

@@ -22,7 +22,7 @@ import xxhash
 from ..ports import Buffer, Files
 from ..safetensors import ByteArray, as_bytes
 from .scan import scan
-from .sparse_block import encode_block
+from .sparse_block import Values, encode_block
 from .sparse_file import SMALL_BYTES, Block, Changed, SparseWriter, order
 
 BLOCK_BYTES = 4 << 20
@@ -30,29 +30,35 @@ TASK_BYTES = 16 << 20
 FILE_BYTES = 1 << 30
 FILE_TENSORS = 1 << 20
 
+_PROBE = 1 << 14
 _DENSE = threading.Lock()
 _local = threading.local()
 
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor: its bytes before and after, the width of its elements, and the xxh3-128 of ``old``."""
+    """One tensor: its bytes before and after, the width of its elements, and the xxh3-128 of ``old``.
+
+    ``packed``: two elements of 4 bits in a byte, which are counted one by one.
+    """
 
     name: str
     old: Buffer
     new: Buffer
     width: int
     digest: str
+    packed: bool = False
 
 
 @dataclass
 class SparseStats:
-    """What was encoded so far. Bytes of weights, elements in the widths given, bytes of files."""
+    """What was encoded so far: tensors and bytes of weights, which of them changed, and bytes of files."""
 
     tensors: int = 0
     bytes: int = 0
     changed_tensors: int = 0
     changed_elements: int = 0
+    changed_bytes: int = 0
     encoded_bytes: int = 0
 
 
@@ -63,7 +69,8 @@ class _Part:
     bytes: int
     blocks: list[Block]
     changed: dict[str, Changed]
-    tensors: int = 0
+    counts: tuple[int, int] = (0, 0)  # changed elements and bytes
+    tensors: int = 1
     split: _Split | None = None
 
 
@@ -117,6 +124,8 @@ class _Output:
     def add(self, part: _Part) -> None:
         self.stats.bytes += part.bytes
         self.stats.tensors += part.tensors
+        self.stats.changed_elements += part.counts[0]
+        self.stats.changed_bytes += part.counts[1]
         self._held += part.blocks
         if any(block.changes for block in part.blocks):
             self._write_held()
@@ -143,7 +152,6 @@ class _Output:
             self._writer = SparseWriter(self._path_of(len(self.paths)), self._files)
         for block in self._held:
             self._writer.add_block(block)
-            self.stats.changed_elements += block.changes
         self._held.clear()
 
     def end_file(self) -> None:
@@ -213,26 +221,17 @@ def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[Ca
 def _whole(source: Source) -> _Part:
     """A tensor in one task, hashed while each block is in the cache."""
     hasher = xxhash.xxh3_128()
-    old, new = as_bytes(source.old), as_bytes(source.new)
-    blocks = []
-    for at in range(0, new.size, BLOCK_BYTES):
-        part = new[at : at + BLOCK_BYTES]
-        blocks.append(_block(old[at : at + BLOCK_BYTES], part, source.width))
-        hasher.update(part.data)
-    if not any(block.changes for block in blocks):
-        return _Part(new.size, [], {}, 1)
-    row = Changed(new.size, source.width, source.digest, hasher.hexdigest())
-    return _Part(new.size, blocks, {source.name: row}, 1)
+    blocks, counts = _blocks(source, 0, len(source.new), hasher)
+    if not counts[0]:
+        return _Part(len(source.new), [], {})
+    row = Changed(len(source.new), source.width, source.digest, hasher.hexdigest())
+    return _Part(len(source.new), blocks, {source.name: row}, counts)
 
 
 def _range(split: _Split, start: int, end: int) -> _Part:
     """A part of a tensor that is hashed elsewhere."""
-    old, new, width = as_bytes(split.source.old), as_bytes(split.source.new), split.source.width
-    blocks = []
-    for at in range(start, end, BLOCK_BYTES):
-        stop = min(at + BLOCK_BYTES, end)
-        blocks.append(_block(old[at:stop], new[at:stop], width))
-    return _Part(end - start, blocks, {}, int(end == new.size), split)
+    blocks, counts = _blocks(split.source, start, end, None)
+    return _Part(end - start, blocks, {}, counts, int(end == len(split.source.new)), split)
 
 
 def _small(batch: Sequence[Source]) -> _Part:
@@ -243,32 +242,52 @@ def _small(batch: Sequence[Source]) -> _Part:
     old, new = _joined([source.old for source in batch], 0), _joined([source.new for source in batch], 1)
     positions, values = scan(old, new, width)
     ends = np.cumsum(sizes) // width
-    counts = np.diff(np.searchsorted(positions, ends), prepend=0)
-    ends = ends.tolist()
-    changed, start = {}, 0
-    for source, end, count in zip(batch, ends, counts.tolist(), strict=True):
+    cuts = np.searchsorted(positions, ends)
+    changes = np.diff(cuts, prepend=0)
+    changed, elements, start = {}, 0, 0
+    for source, end, cut, count in zip(
+        batch, (ends * width).tolist(), cuts.tolist(), changes.tolist(), strict=True
+    ):
         if count:
-            data = new[start * width : end * width]
+            data = new[start:end]
             row = Changed(data.size, width, source.digest, xxhash.xxh3_128_hexdigest(data.data))
             changed[source.name] = row
+            elements += _elements(values[cut - count : cut]) if source.packed else count
         start = end
     if not changed:
-        return _Part(total, [], {}, len(batch))
-    removed = np.cumsum(np.where(counts, 0, sizes)) // width
+        return _Part(total, [], {}, tensors=len(batch))
+    removed = np.cumsum(np.where(changes, 0, sizes)) // width
     if removed[-1]:
-        positions -= np.repeat(removed, counts)
+        positions -= np.repeat(removed, changes)
     covered = total - int(removed[-1]) * width
     block = Block(encode_block(positions, values), covered, width, positions.size)
-    return _Part(total, [block], changed, len(batch))
+    counts = elements, int(np.count_nonzero(values.view(np.uint8)))
+    return _Part(total, [block], changed, counts, len(batch))
 
 
-def _block(old: ByteArray, new: ByteArray, width: int) -> Block:
-    # Where most elements change, positions take many times the weights' bytes: one such block at a time.
-    probe = slice(0, 1 << 14)
-    dense = int(np.count_nonzero(old[probe] != new[probe])) > new[probe].size // 8
-    with _DENSE if dense else contextlib.nullcontext():
-        positions, values = scan(old, new, width)
-        return Block(encode_block(positions, values), new.size, width, positions.size)
+def _blocks(
+    source: Source, start: int, end: int, hasher: xxhash.xxh3_128 | None
+) -> tuple[list[Block], tuple[int, int]]:
+    """The blocks between two bytes of a tensor, and how many elements and bytes change there."""
+    before, after, width = as_bytes(source.old), as_bytes(source.new), source.width
+    blocks, elements, changed_bytes = [], 0, 0
+    for at in range(start, end, BLOCK_BYTES):
+        old, new = (data[at : min(at + BLOCK_BYTES, end)] for data in (before, after))
+        # Where most elements change, positions take many times the weights' bytes: one such block at a time.
+        dense = int(np.count_nonzero(old[:_PROBE] != new[:_PROBE])) > _PROBE // 8
+        with _DENSE if dense else contextlib.nullcontext():
+            positions, values = scan(old, new, width)
+            blocks.append(Block(encode_block(positions, values), new.size, width, positions.size))
+        if hasher:
+            hasher.update(new.data)
+        elements += _elements(values) if source.packed else positions.size
+        changed_bytes += int(np.count_nonzero(values.view(np.uint8)))
+    return blocks, (elements, changed_bytes)
+
+
+def _elements(values: Values) -> int:
+    """Packed elements of 4 bits that change."""
+    return int(np.count_nonzero(values & 15) + np.count_nonzero(values >> 4))
 
 
 def _joined(parts: list[Buffer], which: int) -> ByteArray:

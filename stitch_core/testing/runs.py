@@ -54,6 +54,14 @@ class RunBuilder:
             encoded = self._encoder.encode(new, directory, self.files, number=number, base_number=number - 1)
             self._encoder.commit()
             changed, names = dict(encoded.changed), list(encoded.files)
+        elif encoding == "sparse":
+            encoder = DeltaEncoder(self.tensors[-1], "sparse")
+            names = list(
+                encoder.encode(new, directory, self.files, number=number, base_number=number - 1).files
+            )
+            encoder.commit()
+            changed = {}
+            self._encoder = DeltaEncoder(new)
         else:
             changed, names = self._overwrite(new, directory, number)
         base = self.versions[-1].state

@@ -1,0 +1,222 @@
+"""The encoder and delta directories in the encoding ``sparse``: what it writes and counts, and its undo."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stitch_core.checkpoint import Checkpoint, CheckpointError
+from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError
+from stitch_core.delta.one_pass import apply_in_place
+from stitch_core.delta.prove import prove_delta
+from stitch_core.dialects import INDEX_NAME
+from stitch_core.files import PosixFiles
+from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.lineage import Plan, Undo
+from stitch_core.manifest import FormatError, Manifest
+from stitch_core.safetensors import Tensor
+from stitch_core.state import state_digest
+from stitch_core.testing.checkpoints import random_tensors, step, table_of, write_checkpoint
+from stitch_core.testing.runs import RunBuilder
+
+FILES = PosixFiles()
+
+
+def held(encoder: DeltaEncoder) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in encoder.tensors()}
+
+
+def plain(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in tensors.items()}
+
+
+def test_what_is_encoded_is_a_directory_that_applies_both_ways(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    old = random_tensors(rng)
+    new = step(rng, old, 0.1)
+    encoder = DeltaEncoder(old, "sparse")
+    encoded = encoder.encode(new, tmp_path / "v", FILES, number=7, base_number=6)
+    stock = DeltaEncoder(old).encode(new, tmp_path / "x", FILES, number=7, base_number=6)
+    assert (encoded.base, encoded.state, encoded.changed) == (stock.base, stock.state, stock.changed)
+    assert encoded.encoding == "sparse"
+    assert (encoded.changed_elements, encoded.elements) == (stock.changed_elements, stock.elements)
+    assert (encoded.changed_bytes, encoded.bytes) == (stock.changed_bytes, stock.bytes)
+    assert encoded.files == ("model-00000.sparse", INDEX_NAME)
+    assert encoded.payload_bytes == (tmp_path / "v" / "model-00000.sparse").stat().st_size
+    assert json.loads((tmp_path / "v" / INDEX_NAME).read_text()) == {
+        "metadata": {"version": "000007", "base_version": "000006", "delta_encoding": "sparse",
+                     "compression_format": "zstd", "checksum_format": "xxh3-128",
+                     "sparse_files": ["model-00000.sparse"]},
+        "weight_map": {},
+    }  # fmt: skip
+    delta = DeltaDirectory.open(tmp_path / "v", FILES)
+    assert delta.changed == encoded.changed
+    assert {name: p.checksum for name, p in delta.payloads.items()} == {
+        n: new for n, (_, new) in encoded.changed.items()
+    }
+    for a, b in ((old, new), (new, old)):
+        for name in encoded.changed:
+            data = np.frombuffer(bytearray(a[name].data), np.uint8)
+            assert apply_in_place(data, name, [delta]) == table_of(b)[name].digest
+            assert data.tobytes() == b[name].data
+
+
+def test_packed_elements_are_counted_one_by_one(tmp_path: Path) -> None:
+    encoder = DeltaEncoder({"a": Tensor("F4", (6,), bytes(3))}, "sparse")
+    new = {"a": Tensor("F4", (6,), b"\x11\x10\x00")}
+    encoded = encoder.encode(new, tmp_path / "v", FILES, number=1, base_number=0)
+    assert (encoded.elements, encoded.changed_elements, encoded.changed_bytes) == (6, 3, 2)
+
+
+def test_a_step_that_changes_nothing_is_an_index_alone(tmp_path: Path) -> None:
+    tensors = random_tensors(np.random.default_rng(0))
+    encoder = DeltaEncoder(tensors, "sparse")
+    encoded = encoder.encode(tensors, tmp_path / "v", FILES, number=1, base_number=0)
+    assert (encoded.base, encoded.changed, encoded.payload_bytes) == (encoded.state, {}, 0)
+    assert (encoded.files, DeltaDirectory.open(tmp_path / "v", FILES).payloads) == ((INDEX_NAME,), {})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scale": None}, "tensor scale is missing"),
+        ({"more": Tensor("U8", (1,), b"x")}, "tensor more is extra"),
+        ({"scale": Tensor("I32", (), b"1234")}, "tensor scale has dtype I32, expected F32"),
+        ({"scale": Tensor("F32", (1,), b"1234")}, "tensor scale has shape"),
+        ({"scale": Tensor("F32", (), b"123")}, "tensor scale has 3 bytes"),
+    ],
+)
+def test_another_layout_is_refused_by_name_and_the_base_stays(
+    tmp_path: Path, change: dict[str, Tensor | None], words: str
+) -> None:
+    tensors = random_tensors(np.random.default_rng(0))
+    encoder = DeltaEncoder(tensors, "sparse")
+    new = {n: t for n, t in (step(np.random.default_rng(1), tensors) | change).items() if t is not None}
+    with pytest.raises(DeltaError, match=words):
+        encoder.encode(new, tmp_path / "v", FILES, number=1, base_number=0)
+    assert (held(encoder), encoder.outstanding) == (plain(tensors), 0)
+
+
+def test_C04_a_failed_write_leaves_the_base(tmp_path: Path) -> None:
+    tensors = random_tensors(np.random.default_rng(0))
+    encoder = DeltaEncoder(tensors, "sparse")
+    (tmp_path / ".v.model.undo").write_text("in the way")
+    with pytest.raises(OSError, match="undo"):
+        encoder.encode(
+            step(np.random.default_rng(1), tensors), tmp_path / "v", FILES, number=1, base_number=0
+        )
+    assert (held(encoder), encoder.outstanding, encoder.table) == (plain(tensors), 0, table_of(tensors))
+
+
+@given(st.lists(st.sampled_from(["encode", "encode", "commit", "undo"]), max_size=8))
+def test_C04_undo_goes_back_to_what_was_committed_last_though_the_directory_is_gone(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("v")
+    (root / ".7.model.undo").mkdir()  # of an encoder that died
+    versions = [random_tensors(rng, {"a": ("BF16", (7,)), "b": ("F32", ())})]
+    encoder, committed = DeltaEncoder(versions[0], "sparse"), 0
+    for number, action in enumerate(actions):
+        if action == "encode":
+            versions.append(step(rng, versions[-1], 0.5))
+            encoder.encode(versions[-1], root / str(number), FILES, number=number, base_number=0)
+            FILES.remove_tree(root / str(number))  # as a publisher does, whatever becomes of it
+        elif action == "undo":
+            encoder.undo()
+            del versions[committed + 1 :]
+        elif committed + 1 < len(versions):
+            encoder.commit()
+            committed += 1
+        assert encoder.outstanding == len(versions) - 1 - committed
+        assert held(encoder) == plain(versions[-1])
+        assert (encoder.table, encoder.state) == (table_of(versions[-1]), state_digest(encoder.table))
+    if "encode" in actions:
+        assert len(list(root.iterdir())) == encoder.outstanding
+
+
+# ------------------------------------------------------------------------------------------ directories
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    old = random_tensors(rng)
+    DeltaEncoder(old, "sparse").encode(step(rng, old, 0.1), tmp_path / "v", FILES, number=1, base_number=0)
+    return tmp_path / "v"
+
+
+def edit_index(directory: Path, files: object) -> None:
+    value = json.loads((directory / INDEX_NAME).read_text())
+    value["metadata"]["sparse_files"] = files
+    (directory / INDEX_NAME).write_text(json.dumps(value))
+
+
+def test_files_that_are_missing_extra_or_twice_are_named(directory: Path) -> None:
+    file = directory / "model-00000.sparse"
+    (directory / "more.sparse").write_bytes(file.read_bytes())
+    with pytest.raises(DeltaError, match=r"more.sparse: not named by the index"):
+        DeltaDirectory.open(directory, FILES)
+    edit_index(directory, ["model-00000.sparse", "more.sparse"])
+    with pytest.raises(DeltaError, match=r"more.sparse: tensor .* is also in model-00000.sparse"):
+        DeltaDirectory.open(directory, FILES)
+    (directory / "more.sparse").unlink()
+    with pytest.raises(DeltaError, match=r"more.sparse: not there, but named by the index"):
+        DeltaDirectory.open(directory, FILES)
+    for names in ("model-00000.sparse", ["../model-00000.sparse"], [7]):
+        edit_index(directory, names)
+        with pytest.raises(CheckpointError, match="sparse_files"):
+            DeltaDirectory.open(directory, FILES)
+
+
+def test_a_directory_is_proven_against_a_base(tmp_path: Path, directory: Path) -> None:
+    old = random_tensors(np.random.default_rng(0))
+    write_checkpoint(tmp_path / "c", FILES, old)
+    base = Checkpoint.open(tmp_path / "c", FILES)
+    delta = DeltaDirectory.open(directory, FILES)
+    changed, _ = prove_delta(delta, base, base.table())
+    assert changed == delta.changed
+    write_checkpoint(tmp_path / "other", FILES, random_tensors(np.random.default_rng(5)))
+    other = Checkpoint.open(tmp_path / "other", FILES)
+    with pytest.raises(DeltaError, match="its checksum promises"):
+        prove_delta(delta, other, other.table())
+
+
+# ---------------------------------------------------------------------------------------------- on a host
+
+
+def test_a_host_applies_plans_of_all_encodings_forwards_and_backwards(tmp_path: Path) -> None:
+    run = RunBuilder(tmp_path / "run", FILES)
+    for encoding in ("sparse", "sparse", "xor", "sparse", "xor"):
+        run.delta(encoding=encoding)
+    assert run.versions[1].representation.changed == {}
+    host = HostCheckpoint(tmp_path / "host", FILES)
+    host.open()
+    host.seed(run.boot, run.versions[0])
+
+    def go(target: Manifest, *deltas: Manifest | Undo) -> None:
+        base = host.holding.state if host.holding else None
+
+        def directory_of(source: object) -> Path:
+            return run.directory_of(source.source if isinstance(source, Undo) else source)  # type: ignore[arg-type]
+
+        host.apply(Plan(target, base, None, deltas), directory_of)
+        assert host.table == table_of(run.tensors[target.number])
+
+    v = run.versions
+    go(v[3], *v[1:4])
+    go(v[1], Undo(v[3]), Undo(v[2]))
+    go(v[5], *v[2:6])
+    host.close()
+
+
+def test_manifests_of_sparse_deltas_name_no_tensors(tmp_path: Path) -> None:
+    run = RunBuilder(tmp_path, FILES)
+    manifest = run.delta(encoding="sparse")
+    assert Manifest.decode(manifest.encode()) == manifest
+    bad = manifest.encode().replace(b'"changed":{}', b'"changed":{"a":["%s","%s"]}' % (b"0" * 32, b"1" * 32))
+    with pytest.raises(FormatError, match="changed is empty where the encoding is sparse"):
+        Manifest.decode(bad)
