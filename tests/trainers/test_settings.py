@@ -86,6 +86,7 @@ def test_the_command_line_of_the_launch_script(
     monkeypatch: pytest.MonkeyPatch, text: str | None, found: list[str]
 ) -> None:
     ray, state = ModuleType("ray"), ModuleType("ray._private.state")
+    ray.is_initialized = lambda: True  # type: ignore[attr-defined]
     ray.get_runtime_context = lambda: SimpleNamespace(get_job_id=lambda: "02")  # type: ignore[attr-defined]
     jobs = [{"JobID": "01", "Entrypoint": "other --stitch-lag 7"}, {"JobID": "02", "Entrypoint": text}]
     state.jobs = lambda: jobs[: 1 if text is None else 2]  # type: ignore[attr-defined]

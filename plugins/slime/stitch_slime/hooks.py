@@ -46,6 +46,8 @@ def launch_command() -> list[str]:
         import ray
         from ray._private.state import jobs
 
+        if not ray.is_initialized():
+            return []
         job = ray.get_runtime_context().get_job_id()
         text = next(entry["Entrypoint"] for entry in jobs() if entry["JobID"] == job)
     except Exception:  # not public: whatever it may raise, training can start without
