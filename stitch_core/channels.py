@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from .chain import ChainReader
 from .head import Channel, channel_key
@@ -38,9 +39,11 @@ async def channel_target(store: Store, channel: Channel) -> Manifest:
 
 
 async def move_channel(
-    store: Store, name: str, channel: Channel, *, rng: random.Random, policy: Retry | None = None
+    store: Store, name: str, channel: Channel, *, rng: random.Random, nonce: str, policy: Retry | None = None
 ) -> Channel | None:
     """Point the channel; what it said before, None if it was not there or could not be read.
+
+    ``nonce`` is fresh text of this move.
 
     Raises ChannelRefused when somebody else moves it at the same time, Unavailable when the store does not
     say what became of it.
@@ -49,13 +52,14 @@ async def move_channel(
     before, tag = await retrying(lambda: _read(store, key), policy, rng)
     if before == channel:
         return before
+    data = replace(channel, mover=nonce).encode()
 
     async def swap() -> None:
         try:
-            await store.swap(key, tag, channel.encode())
+            await store.swap(key, tag, data)
         except Conflict:
             now, _ = await _read(store, key)
-            if now != channel:  # else this write, or an equal one, is there
+            if now != channel:  # else this write, or one that says the same, is there
                 raise ChannelRefused(
                     f"channel {name} was moved to {now} by somebody else meanwhile: look, and move it again"
                 ) from None

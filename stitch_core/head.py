@@ -5,7 +5,7 @@ docs/format.md describes every field. This module does no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .manifest import (
@@ -19,7 +19,7 @@ from .manifest import (
     read_sha256,
     run_prefix,
 )
-from .versions import check_run_id
+from .versions import PolicyVersion, check_run_id
 
 HEAD_FORMAT = "stitch.head/1"
 CHANNEL_FORMAT = "stitch.channel/1"
@@ -135,17 +135,31 @@ def _ranges(value: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Channel:
-    """What replicas follow: the newest version of ``run``, or one exact version of it."""
+    """What replicas follow: the newest version of ``run``, or one exact version of it.
+
+    ``mover`` is a fresh nonce of the move: without it a move whose outcome is unknown could land after the
+    channel went elsewhere and back. It is no part of what the channel says.
+    """
 
     run: str
     exact: int | None = None
+    mover: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"the newest of {self.run}" if self.exact is None else str(PolicyVersion(self.run, self.exact))
 
     def encode(self) -> bytes:
-        return canonical_json({"format": CHANNEL_FORMAT, "run": self.run, "exact": self.exact})
+        return canonical_json(
+            {"format": CHANNEL_FORMAT, "run": self.run, "exact": self.exact, "mover": self.mover}
+        )
 
     @classmethod
     def decode(cls, data: bytes, where: str = "channel") -> Channel:
         """Read and check a channel; FormatError."""
         value = read_document(data, CHANNEL_FORMAT, where)
-        exact = value.get("exact")
-        return cls(read_run(value, where), None if exact is None else read_count(exact, f"{where}: exact"))
+        exact: Any = value.get("exact")
+        mover: Any = value.get("mover", "")
+        if not isinstance(mover, str):
+            raise FormatError(f"{where}: mover must be text, is {mover!r}")
+        exact = None if exact is None else read_count(exact, f"{where}: exact")
+        return cls(read_run(value, where), exact, mover)

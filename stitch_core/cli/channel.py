@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import secrets
 from typing import Any
 
 from ..chain import ChainReader, NoHead
@@ -86,7 +87,7 @@ async def run_set(options: argparse.Namespace) -> int:
             target = await channel_target(store, channel)
         except NoHead as error:
             raise UsageError(f"channel {name} was not moved: {error}") from None
-        before = await move_channel(store, name, channel, rng=random.Random())
+        before = await move_channel(store, name, channel, rng=random.Random(), nonce=secrets.token_hex(8))
     result = {
         "channel": name, "run": channel.run, "exact": channel.exact, "now": str(target.version),
         "before": None if before is None else {"run": before.run, "exact": before.exact},

@@ -76,7 +76,13 @@ async def run(options: argparse.Namespace) -> int:
             Boot(str(options.base), state), saved=options.resume_version, override=options.override
         )
         if options.channel is not None:
-            await move_channel(store, options.channel, Channel(options.run_id), rng=random.Random())
+            await move_channel(
+                store,
+                options.channel,
+                Channel(options.run_id),
+                rng=random.Random(),
+                nonce=secrets.token_hex(8),
+            )
         result = {
             "run": options.run_id, "epoch": publisher.epoch, "head": head.number, "state": head.state,
             "channel": options.channel,

@@ -129,9 +129,7 @@ def test_channels(run: Shell) -> None:
         "channel": "eval", "run": "r", "exact": 2, "now": "r/weight_v000002", "before": None,
     }  # fmt: skip
     said = stitch(run, "channel", "set", "eval", "r", "--exact", 3)
-    assert said.out == (
-        "channel eval means r/weight_v000003; before: Channel(run='r', exact=2)\n"
-    )  # fmt: skip
+    assert said.out == "channel eval means r/weight_v000003; before: r/weight_v000002\n"
     rows = stitch(run, "channel", "list", "--json").json
     assert [(row["channel"], row["exact"], row["now"]) for row in rows] == [
         ("eval", 3, "r/weight_v000003"), ("latest", None, "r/weight_v000004"),
