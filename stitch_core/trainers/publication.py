@@ -7,6 +7,7 @@ call here is made by every rank, and ends alike on every rank.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..chain import ChainReader
+from ..channels import move_channel
 from ..files import PosixFiles
 from ..fleet import wait_for_replicas
-from ..head import Channel, channel_key
+from ..head import Channel
 from ..manifest import Manifest, Row
 from ..payload import Boot, Payload
 from ..ports import Files, FileSource, NotFound, Store, SystemClock, TrainerGroup
@@ -227,15 +230,12 @@ class GroupPublisher:
         return Start(head.number, publisher.epoch, head.number > 0, head.state, base_row(head, number))
 
     async def _point(self, name: str) -> None:
-        key = channel_key(name)
-        try:
-            found = await self._store.load(key)
-            if Channel.decode(found.data, key).run == self.settings.run:
-                return
-            expected = found.tag
-        except NotFound:
-            expected = None
-        await self._store.swap(key, expected, Channel(self.settings.run).encode())
+        run = self.settings.run
+        with contextlib.suppress(NotFound):
+            if (await ChainReader(self._store).channel(name)).run == run:
+                return  # also where somebody chose an exact version of it
+        nonce = secrets.token_hex(8)
+        await move_channel(self._store, name, Channel(run), rng=random.Random(), nonce=nonce)
 
     def _rank0(self) -> Publisher:
         if self._publisher is None:
