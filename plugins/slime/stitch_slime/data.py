@@ -16,6 +16,6 @@ class StitchDataSource(VersionRecord, RolloutDataSourceWithBuffer):
     """Saves and checks ``{rollout_id, run, version, epoch}`` beside slime's own state."""
 
     def __init__(self, args: Any) -> None:
-        """Raises SettingsError: made before the trainer's processes, it also finds flags that slime dropped."""
+        """Raises SettingsError, also for flags that slime dropped: this is made before the trainer starts."""
         read_settings(args, launch_command())
         super().__init__(args)
