@@ -136,6 +136,7 @@ class StoreChecks:
     def __init__(self, store: BoundedStore, second: BoundedStore, report: Report) -> None:
         self._store, self._second, self._report = store, second, report
         self._prefix = f"doctor/{secrets.token_hex(8)}/"
+        self._keys: set[str] = set()
 
     async def run(self) -> None:
         attempt, can = self._report.attempt, self._store.capabilities
@@ -168,6 +169,7 @@ class StoreChecks:
         await asyncio.sleep(self._store.capabilities.visible_after)
 
     def _key(self, name: str) -> str:
+        self._keys.add(self._prefix + name)
         return self._prefix + name
 
     async def _write(self) -> str:
@@ -272,8 +274,8 @@ class StoreChecks:
 
     async def _clean(self) -> str:
         async with asyncio.timeout(60):
-            for entry in await self._store.list(self._prefix):
-                await self._store.delete(entry.key)
+            for key in sorted(self._keys):  # not what a listing shows, which may be late
+                await self._store.delete(key)
             await self._settle()
             left = await self._store.list(self._prefix)
         if left:

@@ -120,8 +120,7 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
     if result.get("channels"):
         parts.append(table(
             ("channel", "run", "version"),
-            [(c["channel"], c.get("run"),
-              c.get("error") or ("newest" if c["exact"] is None else c["exact"])) for c in result["channels"]],
+            [(c["channel"], c.get("run"), c.get("error") or _follows(c)) for c in result["channels"]],
         ))  # fmt: skip
     if result.get("replicas"):
         parts.append(table(
@@ -131,3 +130,7 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
               r.get("time") and age_text(r["time"])) for r in result["replicas"]],
         ))  # fmt: skip
     return "\n\n".join(parts)
+
+
+def _follows(channel: dict[str, Any]) -> str:
+    return "newest" if channel["exact"] is None else str(channel["exact"])

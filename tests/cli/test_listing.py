@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from stitch_core.cli import publish
+from stitch_core.cli import common, publish
+from stitch_core.ports import Entry
+from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from tests.cli.commands import Shell
 
 
@@ -175,3 +177,33 @@ def test_a_limit_that_is_none(shell: Shell, limit: str, capsys: pytest.CaptureFi
         shell("versions", "--store", shell.store, "--run", "r", "--limit", limit)
     assert exit.value.code == 2
     assert f"argument --limit: invalid positive value: '{limit}'" in capsys.readouterr().err
+
+
+class Flat(MemoryStore):
+    """Cannot list folders, as an object store without a delimiter; counts what is listed."""
+
+    folders = None  # type: ignore[assignment]
+    listed: ClassVar[list[str]] = []
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self.listed.append(prefix)
+        return await super().list(prefix)
+
+
+def test_status_does_not_list_every_key_of_every_run(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a thousand versions has ten thousand keys, and each thousand is a request."""
+    objects = MemoryObjects()
+    monkeypatch.setattr(common, "open_store", lambda url: Flat(objects))
+    monkeypatch.setattr(Flat, "listed", [])
+    shell.claim("--channel", "latest")
+    shell.claim(run="unnamed")
+    Flat.listed.clear()
+    said = shell("status", "--store", shell.store, "--json")
+    assert [run["run"] for run in said.json["runs"]] == ["r"]
+    assert "--all lists every key" in said.err
+    assert Flat.listed == ["channels/", "replicas/"]
+    assert [run["run"] for run in status(shell, "--all")["runs"]] == ["r", "unnamed"]
+    assert Flat.listed[-1] == "runs/"
+    Flat.listed.clear()
+    assert status(shell, "--run", "unnamed")["runs"][0]["head"] == 0
+    assert Flat.listed == []

@@ -23,7 +23,10 @@ from stitch_core.publisher import Fenced
 from stitch_core.replica.activation import CannotFollow, ReplicaFailed
 from stitch_core.replica.staging import WrongBase
 
-COMMANDS = ("replica", "gateway", "publish", "claim", "status", "versions", "prove")
+COMMANDS = (
+    "replica", "gateway", "publish", "claim", "status", "versions", "prove", "inspect", "verify",
+    "diff", "checkout", "doctor", "release", "rollback"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -79,3 +79,12 @@ async def test_a_caller_that_gives_up_is_not_told_it_was_the_store() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_what_only_some_stores_tell() -> None:
+    store = MemoryStore()
+    for key in ("runs/r/head", "runs/s/a/b", "runs/plain", "other/x"):
+        await store.create(key, b"")
+    assert await BoundedStore(store, 60.0).folders("runs/") == ["r", "s"]
+    assert await BoundedStore(store, 60.0).modified("runs/r/head") is None
+    assert await BoundedStore(BoundedStore(store, 60.0), 60.0).folders("none/") == []

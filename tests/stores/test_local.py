@@ -373,3 +373,17 @@ async def test_giving_up_does_not_wait_for_a_hung_mount(tmp_path: Path) -> None:
     assert time.monotonic() - start < 5
     release.set()
     await store.close()
+
+
+async def test_folders_and_times(tmp_path: Path) -> None:
+    store, began = local(tmp_path), time.time()
+    for key in ("runs/r/head", "runs/s/a/b", "runs/plain"):
+        await store.create(key, b"")
+    (tmp_path / "runs" / "with blank").mkdir()
+    assert await store.folders("runs/") == ["r", "s"]
+    assert await store.folders("none/") == await store.folders("runs/plain/") == []
+    assert abs(await store.modified("runs/r/head") - began) < 60
+    with pytest.raises(NotFound):
+        await store.modified("runs/none")
+    with pytest.raises(NoStore):
+        await local(tmp_path / "none").folders("runs/")
