@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 
 from .checkpoint import Checkpoint
 from .dialects import INDEX_NAME
+from .gathering import all_of
 from .host_data import side_files
 from .lineage import Sketch
 from .manifest import (
@@ -220,27 +221,28 @@ class How(TypedDict):
     run_blocking: RunBlocking
 
 
-async def upload_record(store: Store, record: Record, directory: Path, files: Files, how: How) -> None:
+async def upload_record(
+    store: Store,
+    record: Record,
+    directory: Path,
+    files: Files,
+    how: How,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Upload the files of a record from ``directory``, read them back, and write its document last.
 
-    Create-only, and found there is as good as written. Raises StoreError, AlreadyExists for other bytes.
+    Create-only, and found there is as good as written; ``check`` may object before the document. Raises
+    StoreError, AlreadyExists for other bytes.
     """
-    limit = asyncio.Semaphore(PARALLEL_UPLOADS)
 
     async def put(file: PayloadFile) -> None:
-        async with limit:
-            source = FileSource(files, directory / file.name, file.size, file.sha256)
-            await upload(store, record.file_key(file.name), source, file.sha256, **how)
-            await verify(store, record.file_key(file.name), file.size, file.sha256, **how)
+        source = FileSource(files, directory / file.name, file.size, file.sha256)
+        await upload(store, record.file_key(file.name), source, file.sha256, **how)
+        await verify(store, record.file_key(file.name), file.size, file.sha256, **how)
 
-    tasks = [asyncio.ensure_future(put(file)) for file in record.representation.files]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    listed = record.representation.files
+    await all_of([functools.partial(put, file) for file in listed], PARALLEL_UPLOADS)
+    check()
     data = record.encode()
 
     async def create() -> None:
@@ -283,11 +285,13 @@ async def upload_full(
     run_blocking: RunBlocking,
     policy: Retry | None = None,
     say: Callable[[str], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Record, bool]:
     """Make the checkpoint in ``directory`` a full record of a version on the chain; (record, whether new).
 
     The directory is hashed first: nothing is uploaded unless its state is the version's, and nothing if the
-    store has a full of the version. It must not change meanwhile; if it does, the read-back fails. Raises
+    store has a full of the version. It must not change meanwhile: the read-back would fail, and ``check``,
+    which is asked before the document is written, may raise. Raises
     RecordRefused, CheckpointError, StoreError, OSError.
     """
     how: How = {"policy": policy or Retry(), "rng": rng, "run_blocking": run_blocking}
@@ -299,7 +303,7 @@ async def upload_full(
     say(f"hashing {directory}")
     record = await run_blocking(describe_full, manifest, directory, files)
     say(f"uploading {len(record.representation.files)} files of {manifest.version}")
-    await upload_record(store, record, directory, files, how)
+    await upload_record(store, record, directory, files, how, check)
     return record, True
 
 

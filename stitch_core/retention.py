@@ -34,6 +34,8 @@ from .manifest import (
     read_payload_key,
     run_prefix,
 )
+from .pins import PREFIX as PINS
+from .pins import Pin
 from .ports import Clock, Entry, NotFound, Store, StoreError
 from .records import place_of
 from .retry import Retry, retrying
@@ -206,7 +208,7 @@ class Collector:
 
     async def _named(self) -> Any:
         """Numbers of this run's versions that a channel or a pin names."""
-        for prefix, read in (("channels/", _of_channel), ("pins/", _of_pin)):
+        for prefix, read in (("channels/", _of_channel), (PINS, _of_pin)):
             for key, data in await self._load_all(prefix):
                 run, number = read(data, key)
                 if run == self._run and number is not None:
@@ -295,8 +297,5 @@ def _of_channel(data: bytes, key: str) -> tuple[str, int | None]:
 
 
 def _of_pin(data: bytes, key: str) -> tuple[str, int | None]:
-    try:
-        value = json.loads(data)
-        return str(value["run"]), int(value["number"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise FormatError(f"{key}: not a pin ({error})") from None
+    pin = Pin.decode(data, key)
+    return pin.run, pin.number

@@ -12,6 +12,7 @@ from stitch_core.chain import ChainReader, NoHead
 from stitch_core.files import PosixFiles
 from stitch_core.head import Channel, channel_key
 from stitch_core.manifest import FormatError, Manifest, canonical_json, run_prefix
+from stitch_core.pins import Pin, pin_key
 from stitch_core.planner import Planner
 from stitch_core.ports import Entry, Unavailable
 from stitch_core.publisher import Fenced
@@ -136,7 +137,7 @@ async def test_a_run_that_nobody_claimed(tmp_path: Path) -> None:
 async def test_what_a_channel_or_a_pin_names_stays_reachable(run: Run, where: str) -> None:
     key, data = channel_key("eval"), Channel("r", 4).encode()
     if where == "pins":
-        key, data = "pins/keep", canonical_json({"format": "stitch.pin/1", "run": "r", "number": 4})
+        key, data = pin_key("keep"), Pin("r", 4, run.versions[4].digest()).encode()
     run.memory.state.objects[key] = data
     sweep = await collect(run, grace=3600.0)
     assert sweep.kept > 0

@@ -22,6 +22,7 @@ from ..lineage import NoPlan
 from ..pins import PinRefused
 from ..ports import EngineError, StoreError
 from ..publisher import PublishError
+from ..records import RecordRefused
 from ..replica.activation import CannotFollow, ReplicaFailed
 from ..replica.staging import WrongBase
 from ..versions import VersionError
@@ -29,14 +30,14 @@ from .common import Commands, UsageError, add_command
 
 COMMANDS = (
     "replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions",
-    "inspect", "verify", "diff", "checkout", "doctor",
+    "inspect", "verify", "diff", "checkout", "doctor", "anchor", "gc",
 )  # fmt: skip
 PLUGINS = "stitch.commands"
 
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
     ChannelRefused, PinRefused, VersionError, NoHead, NoPlan, CheckoutRefused, CannotFollow, WrongBase,
-    EngineError, ValueError, OSError,
+    RecordRefused, EngineError, ValueError, OSError,
 )  # fmt: skip
 
 

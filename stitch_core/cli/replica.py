@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..files import PosixFiles
 from ..head import DEFAULT_CHANNEL
 from ..host_checkpoint import HostCheckpoint
-from ..ports import SystemClock
+from ..ports import Store, SystemClock
 from ..replica.activation import ActivationSettings
 from ..replica.admission import Gate
+from ..replica.anchoring import ReplicaAnchors
 from ..replica.engines import OpenedEngine, open_engine
 from ..replica.fetching import FETCH_THREADS, Fetcher
 from ..replica.middleware import StitchMiddleware
@@ -93,6 +96,15 @@ def add_parser(commands: Commands) -> None:
         "--poll", type=interval, default=5.0, metavar="S", help="seconds between looks at the store (5)"
     )
     add_cache(parser)
+    parser.add_argument(
+        "--anchor-every", type=positive, metavar="K",
+        help="upload a full beside the chain when the newest is K versions old; joiners start from it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--anchor-scratch", type=absolute_path, metavar="DIR",
+        help="copy the checkpoint here before it is uploaded as a full, so that the next version does not "
+        "end the upload; takes the model's size",
+    )  # fmt: skip
     parser.add_argument(
         "--pin-drain", type=seconds, default=60.0, metavar="S",
         help="seconds that requests for an exact version may hold an activation up (60)",
@@ -188,6 +200,24 @@ def _url(options: argparse.Namespace, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
+@contextlib.asynccontextmanager
+async def _anchors(
+    options: argparse.Namespace, replica_id: str, store: Store
+) -> AsyncIterator[ReplicaAnchors | None]:
+    if options.anchor_every is None:
+        if options.anchor_scratch is not None:
+            raise UsageError("--anchor-scratch is for --anchor-every")
+        yield None
+        return
+    threads = Threads(2, "stitch-anchor")
+    anchors = ReplicaAnchors.of(store, replica_id, options.anchor_every, options.anchor_scratch, threads)
+    try:
+        yield anchors
+    finally:
+        await anchors.close()
+        threads.close()
+
+
 async def _serve(
     options: argparse.Namespace,
     replica_id: str,
@@ -202,12 +232,12 @@ async def _serve(
 ) -> None:
     clock = SystemClock()
     gate = Gate(clock)
-    async with opened_store(options.store) as store:
+    async with opened_store(options.store) as store, _anchors(options, replica_id, store) as anchors:
         reconciler = Reconciler(
             store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
             blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
             poll=options.poll, say=say,
-            fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache),
+            fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache), anchors=anchors,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(

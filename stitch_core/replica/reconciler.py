@@ -24,6 +24,7 @@ from ..retry import Retry
 from ..versions import PolicyVersion
 from .activation import ActivationSettings, Activator, CannotFollow, Prepared, ReplicaFailed
 from .admission import Gate
+from .anchoring import ReplicaAnchors
 from .fetching import Fetcher
 from .staging import Staged, Stager, Staging, WrongBase
 
@@ -71,10 +72,10 @@ class Problem:
 class Reconciler:
     """Drives one engine behind one gate. ``boot`` is the checkpoint directory that the engine booted from.
 
-    It stages into ``host`` what ``fetcher`` fetches, or as ``make_stager`` says, which gets a function to be
-    told the activity. ``poll`` is the time between looks at the store, in seconds; the backoff after errors
-    goes from ``first_backoff`` to ``max_backoff``, and no wake shortens it to less than ``first_backoff``.
-    ``say`` is told when what stands in the way changes.
+    It stages into ``host`` what ``fetcher`` fetches, and ``anchors`` uploads fulls from there; or as
+    ``make_stager`` says, which gets a function to be told the activity. ``poll`` is the time between looks at
+    the store, in seconds; the backoff after errors goes from ``first_backoff`` to ``max_backoff``, and no
+    wake shortens it to less than ``first_backoff``. ``say`` is told when what stands in the way changes.
     """
 
     store: Store
@@ -94,6 +95,7 @@ class Reconciler:
     on_update: Callable[[], None] = lambda: None
     say: Callable[[str], None] = lambda _: None
     fetcher: Fetcher | None = None
+    anchors: ReplicaAnchors | None = None
     make_stager: Callable[[Callable[[str], None]], Staging] | None = None
 
     def __post_init__(self) -> None:
@@ -230,6 +232,7 @@ class Reconciler:
         return Stager(
             self.store, self._chain, self.host, self.boot, files=self.files, clock=self.clock, rng=self.rng,
             run_blocking=self.run_blocking, activity=activity, fetcher=self.fetcher,
+            anchors=self.anchors,
         )  # fmt: skip
 
     def _set_activity(self, activity: str) -> None:

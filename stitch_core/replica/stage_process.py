@@ -34,12 +34,15 @@ class StagerProcess:
         activity: Callable[[str], None] = lambda text: None,
         cache: Path | None = None,
         cache_bytes: int = DEFAULT_BYTES,
+        anchor_every: int | None = None,
     ) -> None:
         self.fetching: tuple[str, ...] = ()
         self._activity = activity
         arguments = ["--store", store_url, "--boot", str(boot), "--host-dir", str(host_dir)]
         if cache is not None:
             arguments += ["--cache", str(cache), "--cache-bytes", str(cache_bytes)]
+        if anchor_every is not None:
+            arguments += ["--anchor-every", str(anchor_every)]
         self._child = Child("stitch_core.replica.stage_worker", tuple(arguments), self._note)
         self._boot_table: TensorTable | None = None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ..state import TensorInfo, TensorTable
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
+from .anchoring import ReplicaAnchors
 from .child import obey, tell
 from .fetching import Fetcher
 from .staging import Stager
@@ -32,15 +35,25 @@ def table_from_json(value: dict[str, Any]) -> TensorTable:
     return {name: TensorInfo(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in value.items()}
 
 
-async def serve(store_url: str, boot: Path, host_dir: Path, cache: DigestCache | None = None) -> None:
+async def serve(
+    store_url: str,
+    boot: Path,
+    host_dir: Path,
+    cache: DigestCache | None = None,
+    anchor_every: int | None = None,
+) -> None:
     """Answer the commands ``boot_table`` and ``stage``."""
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
     fetcher = Fetcher(store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache)
+    anchors = None
+    if anchor_every is not None:
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        anchors = ReplicaAnchors.of(store, name, anchor_every, None, asyncio.to_thread)
     stager = Stager(
         store, ChainReader(store), HostCheckpoint(host_dir, PosixFiles()), boot, files=PosixFiles(),
         clock=SystemClock(), rng=random.Random(), run_blocking=asyncio.to_thread,
         activity=lambda activity: tell(activity=activity, fetching=stager.fetching),
-        fetcher=fetcher,
+        fetcher=fetcher, anchors=anchors,
     )  # fmt: skip
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +78,10 @@ def main() -> None:
     parser.add_argument("--host-dir", required=True, type=Path)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--cache-bytes", type=int, default=DEFAULT_BYTES)
+    parser.add_argument("--anchor-every", type=int)
     args = parser.parse_args()
     cache = opened_cache(args.cache, args.cache_bytes)
-    asyncio.run(serve(args.store, args.boot, args.host_dir, cache))
+    asyncio.run(serve(args.store, args.boot, args.host_dir, cache, args.anchor_every))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ..planner import Planner
 from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
+from .anchoring import ReplicaAnchors
 from .fetching import Fetcher, Wanted
 
 
@@ -69,13 +70,17 @@ class Stager:
         run_blocking: RunBlocking,
         activity: Callable[[str], None],
         fetcher: Fetcher | None = None,
+        anchors: ReplicaAnchors | None = None,
     ) -> None:
-        """``activity`` is told what is going on, in a word or two; ``fetcher``: for threads or a cache."""
+        """``activity`` is told what is going on, in a word or two; ``fetcher``: for threads or a cache;
+        ``anchors`` uploads fulls of what was staged.
+        """
         self.host = host
         self.fetching: tuple[str, ...] = ()
         self._store, self._chain, self._boot, self._files = store, chain, boot, files
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
         self._fetcher = fetcher or Fetcher(store, files, run_blocking, rng)
+        self._anchors = anchors
         self._planner = Planner(store, chain)
         self._excluded: set[str] = set()
         self._missing: set[str] = set()
@@ -111,6 +116,8 @@ class Stager:
             directories = await self._fetch(plan.sources)
             fetched = self._clock.monotonic()
             self._activity("staging")
+            if self._anchors is not None:
+                await self._anchors.make_way()
             await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
             await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
             self._missing.clear()
@@ -123,6 +130,8 @@ class Stager:
         finally:
             self.fetching = ()
         applied = self._clock.monotonic() - fetched
+        if self._anchors is not None:
+            self._anchors.staged(target, self.host.directory)
         return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
 
     async def _check_base(self, version0: Manifest) -> None:

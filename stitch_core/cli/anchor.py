@@ -1,0 +1,187 @@
+"""``stitch anchor``: upload fulls of a run's versions beside its chain, without the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from ..anchors import Anchored, Anchors
+from ..chain import ChainReader, NoHead
+from ..files import PosixFiles
+from ..host_checkpoint import HostCheckpoint
+from ..manifest import Manifest
+from ..ports import Store, StoreError, SystemClock
+from ..replica.staging import Stager
+from ..retry import Retry
+from ..scratch import own_directory, scratch_parent
+from ..threads import Threads
+from .common import (
+    Commands,
+    UsageError,
+    absolute_path,
+    add_command,
+    add_run,
+    add_store,
+    count,
+    emit,
+    interval,
+    opened_store,
+    positive,
+    say,
+    size_text,
+    stop_on_signals,
+)
+from .target import Target, resolve
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "anchor", run, "upload a full of a version beside the chain",
+        "Upload a version as a full checkpoint, so that joiners and replicas that lag start from it instead\n"
+        "of from every delta before it, and so that the publisher may raise the run's floor to it. Nothing\n"
+        "is uploaded twice: a full that is there, or that another process is uploading, is left to it.\n\n"
+        "  stitch anchor --store file:/data/stitch --run my-run --base /models/base --every 32 --follow\n\n"
+        "With --base the version is built from the boot checkpoint and the store, in scratch space. With\n"
+        "--from-checkpoint DIR is taken as it is, and must be the version to the bit.",
+    )  # fmt: skip
+    add_store(parser)
+    add_run(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--base", type=absolute_path, metavar="DIR", help="the checkpoint that is version 0 of the run"
+    )
+    source.add_argument(
+        "--from-checkpoint", type=absolute_path, metavar="DIR", help="a checkpoint directory of the version"
+    )
+    parser.add_argument("--version", type=count, metavar="N", help="the version (default: the newest)")
+    parser.add_argument(
+        "--every", type=positive, metavar="K", help="only if the newest full is K versions old or older"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="go on, until SIGTERM; needs --every and --base"
+    )
+    parser.add_argument(
+        "--poll", type=interval, default=10.0, metavar="S", help="seconds between looks at the head (10)"
+    )
+    parser.add_argument(
+        "--work", type=absolute_path, metavar="DIR",
+        help="scratch space (default: tmpfs where the model fits twice, else the system's)",
+    )  # fmt: skip
+
+
+async def run(options: argparse.Namespace) -> int:
+    if options.follow and (options.every is None or options.base is None):
+        raise UsageError("--follow needs --every K and --base DIR")
+    if options.version is not None and options.every is not None:
+        raise UsageError("--version names one version, --every takes the newest: use one of them")
+    async with opened_store(options.store) as store, _job(options, store) as job:
+        if options.follow:
+            await job.follow(options.run_id, stop_on_signals(), options.poll)
+            return 0
+        reader = ChainReader(store)
+        manifest, _ = await resolve(reader, Target(options.run_id, options.version))
+        return 0 if await job.one(manifest) else 1
+
+
+class _Job:
+    def __init__(self, options: argparse.Namespace, store: Store, work: Path, threads: Threads) -> None:
+        self._options, self._store, self._threads = options, store, threads
+        name = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._anchors = Anchors(
+            store, name, every=options.every or 1, clock=SystemClock(), rng=random.Random(),
+            run_blocking=threads,
+        )  # fmt: skip
+        self._chain = ChainReader(store)
+        self.host = HostCheckpoint(work / "host", PosixFiles())
+        self._stager = Stager(
+            store, self._chain, self.host, options.base, files=PosixFiles(), clock=SystemClock(),
+            rng=random.Random(), run_blocking=threads, activity=say,
+        )  # fmt: skip
+
+    async def one(self, manifest: Manifest) -> bool:
+        """Anchor a version if it is due; whether a full of it (or a newer one) is there."""
+        if manifest.representation.kind == "full":
+            self._emit(manifest, "is a full already")
+            return True
+        if self._options.every is not None and not await self._anchors.due(manifest):
+            self._emit(manifest, f"is less than {self._options.every} versions after the newest full")
+            return True
+        directory = self._options.from_checkpoint
+        if directory is None:
+            directory = (await self._stager.stage(manifest)).directory
+        done = await self._anchors.anchor(manifest, directory, PosixFiles())
+        self._emit(manifest, _what(done), done)
+        return done.record is not None
+
+    async def follow(self, run_id: str, stop: asyncio.Event, poll: float) -> None:
+        """Errors are told once and tried again, with backoff."""
+        backoff, failures, said = Retry(first=1.0, cap=60.0), 0, ""
+        while not stop.is_set():
+            pause = poll
+            try:
+                head, _ = await self._chain.head(run_id)
+                manifest = await self._chain.manifest(run_id, head)
+                if manifest.representation.kind == "delta" and await self._anchors.due(manifest):
+                    await self._until(stop, self.one(manifest))
+                failures, said = 0, ""
+            except (StoreError, NoHead, ValueError, OSError) as error:
+                failures += 1
+                pause = max(poll, backoff.delay(failures, random.Random()))
+                if str(error) != said:
+                    said = str(error)
+                    say(said)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await stop.wait()
+
+    async def _until(self, stop: asyncio.Event, work: Any) -> None:
+        task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return
+        task.result()
+
+    def _emit(self, manifest: Manifest, what: str, done: Anchored | None = None) -> None:
+        record = done.record if done else None
+        result = {
+            "version": str(manifest.version), "state": manifest.state, "new": bool(done and done.new),
+            "record": record.key if record else None, "digest": record.digest() if record else None,
+            "bytes": record.representation.bytes if record else None, "what": what,
+        }  # fmt: skip
+        emit(result, self._options.json, lambda: f"{manifest.version} {what}")
+
+
+def _what(done: Anchored) -> str:
+    if done.record is None:
+        return "is left alone: another process is uploading a full of this run"
+    size = size_text(done.record.representation.bytes)
+    return f"is a full beside the chain now, {size}" if done.new else f"has a full beside the chain, {size}"
+
+
+@contextlib.asynccontextmanager
+async def _job(options: argparse.Namespace, store: Store) -> AsyncIterator[_Job]:
+    threads = Threads(2, "stitch-anchor")
+    with contextlib.ExitStack() as stack:
+        stack.callback(threads.close)
+        if options.work is not None:
+            work = stack.enter_context(own_directory(options.work, PosixFiles()))
+        else:
+            parent = None if options.base is None else scratch_parent(options.base)
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stitch-", dir=parent)))
+        job = _Job(options, store, work, threads)
+        try:
+            yield job
+        finally:
+            await threads(job.host.close)

@@ -1,0 +1,106 @@
+"""``stitch gc``: delete what no reader of a run can need any more."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from typing import Any
+
+from ..chain import NoHead
+from ..ports import SystemClock
+from ..retention import GRACE, Collector, Sweep
+from ..versions import check_run_id
+from .common import (
+    Commands,
+    UsageError,
+    add_command,
+    add_run,
+    add_store,
+    emit,
+    opened_store,
+    say,
+    size_text,
+    table,
+)
+
+SHOWN = 12
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)\Z")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "gc", run, "delete payload that nobody can need any more",
+        "Delete the payload of versions below a floor that was in force for longer than --grace, and at\n"
+        "least two floors down, and what writers left behind that lost the run. Kept are what channels and\n"
+        "pins name, with all that is needed to reach it, what replicas say they are fetching, and all\n"
+        "manifests. Safe at any time, also twice at once: a replica that meets what is gone takes another\n"
+        "way.\n\n"
+        "  stitch gc --store file:/data/stitch --run my-run --dry-run\n\n"
+        "Floors are full checkpoints: the trainer's own, or those beside the chain ('stitch anchor') that\n"
+        "the publisher was told to use. A run without them keeps everything.",
+    )  # fmt: skip
+    add_store(parser)
+    add_run(parser)
+    parser.add_argument(
+        "--grace", type=duration, default=GRACE, metavar="TIME",
+        help="how long a reader may take for what it began: 90s, 30m, 24h, 2d (24h)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
+
+
+def duration(text: str) -> float:
+    """Seconds of ``90s``, ``30m``, ``24h``, ``2d``, as an option."""
+    match = _DURATION.match(text)
+    if match is None:
+        raise ValueError(text)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+async def run(options: argparse.Namespace) -> int:
+    check_run_id(options.run_id)
+    async with opened_store(options.store) as store:
+        collector = Collector(
+            store, options.run_id, clock=SystemClock(), rng=random.Random(), grace=options.grace,
+            progress=lambda done, freed: say(f"{done} objects, {size_text(freed)} freed"),
+        )  # fmt: skip
+        try:
+            sweep = await (collector.survey() if options.dry_run else collector.collect())
+        except NoHead as error:
+            raise UsageError(str(error)) from None
+    emit(as_json(sweep, options.dry_run), options.json, lambda: _text(sweep, options.dry_run))
+    return 1 if sweep.failed else 0
+
+
+def as_json(sweep: Sweep, dry_run: bool) -> dict[str, Any]:
+    """The result for scripts; the keys only of what was to be seen first."""
+    result: dict[str, Any] = {
+        "run": sweep.run, "floor": sweep.floor, "head": sweep.head, "listed": sweep.listed,
+        "objects": len(sweep.doomed), "bytes": sweep.bytes, "protected": sweep.kept,
+        "deleted": sweep.deleted, "freed": sweep.freed, "failed": sweep.failed,
+    }  # fmt: skip
+    return {**result, "keys": [[entry.key, entry.size] for entry in sweep.doomed]} if dry_run else result
+
+
+def _text(sweep: Sweep, dry_run: bool) -> str:
+    groups: dict[str, tuple[int, int]] = {}
+    for entry in sweep.doomed:
+        name = entry.key.rpartition("/")[0]
+        objects, size = groups.get(name, (0, 0))
+        groups[name] = objects + 1, size + entry.size
+    rows = [(name, objects, size_text(size)) for name, (objects, size) in sorted(groups.items())]
+    lines = [table(("below", "objects", "size"), rows[:SHOWN])] if rows else []
+    if len(rows) > SHOWN:
+        lines.append(f"... and {len(rows) - SHOWN} more")
+    lines += [f"{key}: {why}" for key, why in list(sweep.failed.items())[:SHOWN]]
+    kept = f"; {sweep.kept} older objects are kept for channels, pins and replicas" if sweep.kept else ""
+    if dry_run:
+        lines.append(
+            f"would delete {len(sweep.doomed)} of {sweep.listed} objects, {size_text(sweep.bytes)}, below "
+            f"version {sweep.floor} or of writers that lost the run{kept}"
+        )
+    else:
+        failed = f", {len(sweep.failed)} could not be deleted" if sweep.failed else ""
+        lines.append(f"deleted {sweep.deleted} objects, {size_text(sweep.freed)}{failed}{kept}")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""``stitch anchor`` and ``stitch gc`` on a store in a directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stitch_core.cli.gc import duration
+from tests.cli.commands import Shell
+
+
+def options(shell: Shell) -> list[object]:
+    return ["--store", shell.store, "--run", "r"]
+
+
+@pytest.fixture
+def run(shell: Shell) -> Shell:
+    """Versions 1 to 3, all deltas."""
+    shell.claim()
+    for i in range(3):
+        shell.publish(shell.learn(f"v{i + 1}"), "--as-delta")
+    assert shell.head()[0] == 3
+    return shell
+
+
+def files(shell: Shell, below: str) -> list[str]:
+    root = Path(shell.store.removeprefix("file:")) / "runs/r" / below
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_a_full_is_built_from_the_store_once(run: Shell, tmp_path: Path) -> None:
+    said = run("anchor", *options(run), "--base", run.base, "--work", tmp_path / "work", "--json").json
+    assert (said["version"], said["new"]) == ("r/weight_v000003", True)
+    assert len(files(run, "fulls")) > 2
+    assert os.listdir(tmp_path / "work") == []
+    again = run("anchor", *options(run), "--base", run.base, "--json").json
+    assert (again["new"], again["record"]) == (False, said["record"])
+    due = run("anchor", *options(run), "--base", run.base, "--every", 2)
+    assert due.out == "r/weight_v000003 is less than 2 versions after the newest full\n"
+
+
+def test_a_checkpoint_must_be_the_version_to_the_bit(run: Shell, tmp_path: Path) -> None:
+    before = files(run, "")
+    said = run("anchor", *options(run), "--from-checkpoint", run.root / "v1")
+    assert said.code == 2
+    assert "is not r/weight_v000003: its state is" in said.complaint
+    assert [name for name in files(run, "") if name not in before and name != "fulls/lease"] == []
+    assert run("anchor", *options(run), "--from-checkpoint", run.root / "v1", "--version", 1, "--json").json[
+        "new"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--follow", "--base", "x"], "--follow needs --every K and --base DIR"),
+        (["--base", "x", "--version", 1, "--every", 2], "use one of them"),
+        (["--base", "x", "--version", 9], "has no version 9"),
+    ],
+)
+def test_what_means_nothing_is_refused(run: Shell, more: list[object], message: str) -> None:
+    assert message in run("anchor", *options(run), *more).complaint
+
+
+def test_gc_keeps_everything_without_floors(run: Shell) -> None:
+    said = run("gc", *options(run), "--grace", "0", "--json").json
+    assert (said["floor"], said["objects"], said["deleted"]) == (0, 0, 0)
+
+
+def test_gc_plans_and_deletes_below_the_second_floor(run: Shell) -> None:
+    for i in (4, 5):
+        run.publish(run.learn(f"v{i}"))
+    run.publish(run.learn("v6"), "--as-delta")
+    before = files(run, "")
+    plan = run("gc", *options(run), "--grace", "0", "--dry-run", "--json").json
+    assert files(run, "") == before
+    assert plan["floor"] == 4
+    assert {key.split("/")[3] for key, _ in plan["keys"]} == {f"weight_v00000{i}" for i in (1, 2, 3)}
+    text = run("gc", *options(run), "--grace", "0", "--dry-run")
+    assert "would delete 6 of" in text.out
+    assert "runs/r/e0002/weight_v000001" in text.out
+    done = run("gc", *options(run), "--grace", "0", "--json").json
+    assert (done["deleted"], done["freed"], done["failed"]) == (plan["objects"], plan["bytes"], {})
+    assert {name for name in before if name not in files(run, "")} == {
+        key.removeprefix("runs/r/") for key, _ in plan["keys"]
+    }
+    assert not (Path(run.store.removeprefix("file:")) / "runs/r/e0002").exists(), "no empty directories"
+    assert run("gc", *options(run), "--grace", "0").out == "deleted 0 objects, 0 B\n"
+    out = run.root / "out"
+    checked = run("checkout", "r/6", out, "--store", run.store, "--base", run.base)
+    assert checked.code == 0, checked.err
+
+
+def test_gc_of_nothing(shell: Shell) -> None:
+    assert "has no head yet" in shell("gc", "--store", shell.store, "--run", "r").complaint
+
+
+def test_durations() -> None:
+    assert [duration(text) for text in ("90s", "30m", "24h", "2d", "5", "1.5h")] == [
+        90, 1800, 86400, 172800, 5, 5400,
+    ]  # fmt: skip
+    for bad in ("", "h", "-1h", "1w", "inf", "1 h"):
+        with pytest.raises(ValueError, match=bad or "^$"):
+            duration(bad)
