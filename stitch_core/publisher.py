@@ -46,7 +46,7 @@ from .versions import check_run_id
 
 T = TypeVar("T")
 
-PARALLEL_UPLOADS = 8
+PARALLEL_UPLOADS = 16
 CLAIM_ATTEMPTS = 16
 
 

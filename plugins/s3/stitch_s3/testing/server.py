@@ -39,10 +39,11 @@ class SeaweedServer:
     same data and ports: acknowledged writes survive, and SIGTERM takes 15 seconds.
     """
 
-    def __init__(self, directory: Path | None = None, bucket: str = "stitch") -> None:
+    def __init__(self, directory: Path | None = None, bucket: str = "stitch", *, volume_mb: int = 64) -> None:
+        """``volume_mb``: of one of the at most 200 files that hold the objects."""
         self._own = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="stitch-s3-"))
-        self.bucket = bucket
+        self.bucket, self._volume_mb = bucket, volume_mb
         self._ports = _free_ports(8)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
@@ -58,7 +59,7 @@ class SeaweedServer:
         s3, master, volume, filer, s3_rpc, master_rpc, volume_rpc, filer_rpc = self._ports
         self._run(
             "server", f"-dir={self.directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-master.port={master}", f"-master.port.grpc={master_rpc}", "-master.volumeSizeLimitMB=64",
+            f"-master.port={master}", f"-master.port.grpc={master_rpc}", f"-master.volumeSizeLimitMB={self._volume_mb}",
             "-master.telemetry=false", "-master.electionTimeout=1s", "-master.heartbeatInterval=100ms",
             f"-volume.port={volume}", f"-volume.port.grpc={volume_rpc}", "-volume.max=200",
             "-volume.preStopSeconds=0", "-filer", f"-filer.port={filer}", f"-filer.port.grpc={filer_rpc}",
