@@ -19,6 +19,7 @@ from ..head import CHANNEL_FORMAT, HEAD_FORMAT, Channel, Head
 from ..host_marker import FORMAT as HOST_FORMAT
 from ..host_marker import Marker
 from ..manifest import MANIFEST_FORMAT, FormatError, Manifest, Representation, run_prefix
+from ..pins import PIN_FORMAT, Pin
 from ..ports import NotFound, Store
 from ..records import FULL_FORMAT, SPAN_FORMAT, Place, Record, list_records
 from ..safetensors import TensorRef, load_json_object, read_header
@@ -36,7 +37,7 @@ from .common import (
 from .target import HELP, Target, resolve
 from .versions import describe
 
-KEY_ROOTS = ("runs/", "channels/", "replicas/")
+KEY_ROOTS = ("runs/", "channels/", "replicas/", "pins/")
 LARGEST = 10
 
 
@@ -142,7 +143,7 @@ async def inspect_key(store: Store, key: str) -> dict[str, Any]:
         raise UsageError(f"{key!r} is not a key")
     try:
         size = await store.size(key)
-        if size > 1 << 26 or not (key.endswith((".json", "/head")) or key.startswith("channels/")):
+        if size > 1 << 26 or not (key.endswith((".json", "/head")) or key.startswith(("channels/", "pins/"))):
             return {"is": "file", "key": key, "bytes": size}
         data = (await store.load(key)).data
     except NotFound:
@@ -166,6 +167,9 @@ def inspect_document(data: bytes, where: str) -> dict[str, Any]:
             "run": channel.run,
             "follows": channel.exact if channel.exact is not None else "newest",
         }
+    if found == PIN_FORMAT:
+        pin = Pin.decode(data, where)
+        return {"is": "pin", "version": str(pin.version), "manifest": pin.digest, "time": pin.time}
     if found == MANIFEST_FORMAT:
         manifest = Manifest.decode(data, where)
         return {
@@ -241,13 +245,12 @@ def _directory(path: Path, files: PosixFiles) -> dict[str, Any]:
     index = path / INDEX_NAME
     if index.exists() and read_index(files.read(index), str(index)).kind == "delta":
         delta = DeltaDirectory.open(path, files)
-        frames = {name: payload.frame for name, payload in delta.payloads.items()}
-        i = delta.index
+        i, names = delta.index, {payload.frame.file for payload in delta.payloads.values()}
         return {
             "is": "delta", "version": i.version, "base_version": i.base_version, "encoding": i.encoding,
             "compression": i.compression, "checksum": i.checksum,
-            "files": len({f.file for f in frames.values()}),
-            **_tensors(frames),
+            "files": len(names), "bytes": sum(files.size(name) for name in names),
+            "tensors": len(delta.payloads), "changes": _changes(delta),
         }  # fmt: skip
     if (path / "latest").is_file() and (path / "updates").is_dir():
         pointer = (path / "latest").read_text(errors="replace").strip()
@@ -258,6 +261,12 @@ def _directory(path: Path, files: PosixFiles) -> dict[str, Any]:
         "is": "checkpoint", "files": len(checkpoint.weight_files), "index": checkpoint.index is not None,
         **_tensors(checkpoint.tensors),
     }  # fmt: skip
+
+
+def _changes(delta: DeltaDirectory) -> int | None:
+    """Elements that a sparse delta changes; the other encodings do not say."""
+    found = {file.path: file.changes for file in delta.sparse.values()}
+    return sum(found.values()) if found else None
 
 
 def _tensors(tensors: Mapping[str, TensorRef]) -> dict[str, Any]:

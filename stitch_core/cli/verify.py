@@ -308,9 +308,12 @@ def _hash(path: Path, files: PosixFiles, result: dict[str, Any]) -> None:
 def _delta(path: Path, files: PosixFiles, result: dict[str, Any]) -> None:
     """Whole frames under a whole index; whether they fit is only known with their base."""
     delta = DeltaDirectory.open(path, files)
-    for name in delta.payloads:
+    for name in delta.payloads.keys() - delta.sparse.keys():
         frame = delta.read(name)
         if frame_length(frame) != len(frame):
             raise ValueError(f"{path}: the payload of tensor {name} is not one whole zstd frame")
-        result["bytes"] += len(frame)
-    result["checked"] = len({payload.frame.file for payload in delta.payloads.values()})
+    for sparse in {file.path: file for file in delta.sparse.values()}.values():
+        for _ in sparse.blocks():
+            pass  # each is checked as it is read
+    names = {payload.frame.file for payload in delta.payloads.values()}
+    result["checked"], result["bytes"] = len(names), sum(files.size(name) for name in names)

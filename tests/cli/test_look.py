@@ -77,6 +77,8 @@ def test_inspect_keys(run: Shell) -> None:
     head = inspect("runs/r/head")
     assert (head["is"], head["number"]) == ("head", 3)
     assert inspect("channels/latest")["follows"] == "newest"
+    run("pin", "add", "best", "r", 2, "--store", run.store)
+    assert inspect("pins/best")["version"] == "r/weight_v000002"
     manifest = inspect(f"runs/r/{head['manifest']}")
     assert (manifest["is"], manifest["history"]) == ("manifest", 3)
     payload = payloads(run, 3)[0].relative_to(run.root / "store").as_posix()
@@ -105,6 +107,14 @@ def test_inspect_paths(run: Shell) -> None:
     assert (index["is"], index["version"]) == ("index of a delta", "000003")
     assert inspect(next((run.root / "store" / "runs" / "r" / "manifests").iterdir()))["is"] == "manifest"
     assert inspect(run.base / "config.json")["is"] == "JSON"
+    sparse = run.root / "sparse"
+    run.publish(run.learn("v4"), "--as-delta", "--encoding", "sparse")
+    shutil.copytree(next((run.root / "store" / "runs" / "r").glob("e*/weight_v000004")), sparse)
+    assert inspect(sparse)["encoding"] == "sparse"
+    assert inspect(sparse)["changes"]
+    assert run("verify", sparse).code == 0
+    flip(next(sparse.glob("*.sparse")), -100)
+    assert run("verify", sparse).code == 1
     assert run("inspect", run.base).code == 0
     assert "to look at a version, give --store" in run("inspect", "r/3").complaint
     (run.root / "junk.safetensors").write_bytes(b"junk")
@@ -133,9 +143,9 @@ def test_verify_a_run(run: Shell) -> None:
     assert run("verify", "channel:latest", "--store", run.store, "--json").json["checked"] == 2
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int = -1) -> None:
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
