@@ -191,7 +191,11 @@ async def test_the_next_version_ends_an_upload_and_waits_for_nothing(tmp_path: P
     replica.check(third)
     gate.set()
     await replica.settled()
-    documents = [key for key in replica.memory.state.objects if "/fulls/" in key and key.endswith(".json")]
+    documents = [
+        key
+        for key in replica.memory.state.objects
+        if key.startswith("runs/r/fulls/0") and key.count("/") == 3
+    ]
     assert await replica.fulls() == ([2] if documents else [])
     assert documents or at < 12
     assert not documents or at > 8
