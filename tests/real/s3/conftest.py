@@ -16,6 +16,12 @@ def server() -> Iterator[SeaweedServer]:
         yield server
 
 
+@pytest.fixture(scope="package")
+def second_gateway(server: SeaweedServer) -> str:
+    """The endpoint of another gateway process on the same objects."""
+    return server.add_gateway()
+
+
 @pytest.fixture
 def prefix() -> str:
     return f"t{next(_numbers)}/x/"

@@ -59,7 +59,8 @@ class SeaweedServer:
         s3, master, volume, filer, s3_rpc, master_rpc, volume_rpc, filer_rpc = self._ports
         self._run(
             "server", f"-dir={self.directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-master.port={master}", f"-master.port.grpc={master_rpc}", f"-master.volumeSizeLimitMB={self._volume_mb}",
+            f"-master.port={master}", f"-master.port.grpc={master_rpc}",
+            f"-master.volumeSizeLimitMB={self._volume_mb}",
             "-master.telemetry=false", "-master.electionTimeout=1s", "-master.heartbeatInterval=100ms",
             f"-volume.port={volume}", f"-volume.port.grpc={volume_rpc}", "-volume.max=200",
             "-volume.preStopSeconds=0", "-filer", f"-filer.port={filer}", f"-filer.port.grpc={filer_rpc}",
