@@ -60,10 +60,11 @@ class PolicyPublisher:
         work: Path,
         *,
         producer: Mapping[str, Any],
+        encoding: str = "xor",
     ) -> None:
         """See ``start``."""
         self._files, self._clock = PosixFiles(), SystemClock()
-        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files))
+        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files), encoding)
         self._turn = asyncio.Lock()
         self._store: Store | None = None
         self._held = contextlib.ExitStack()
@@ -79,15 +80,23 @@ class PolicyPublisher:
 
     @classmethod
     def start(
-        cls, store: str, run: str, boot: Path, work: Path, *, producer: Mapping[str, Any] | None = None
+        cls,
+        store: str,
+        run: str,
+        boot: Path,
+        work: Path,
+        *,
+        producer: Mapping[str, Any] | None = None,
+        encoding: str = "xor",
     ) -> PolicyPublisher:
         """Claim ``run`` in the store at URL ``store``.
 
         ``boot`` is the HF checkpoint directory that is version 0, and from which the trainer starts;
-        ``work`` is scratch space for deltas. Raises PublishError (ClaimRefused when ``boot`` is not the
+        ``work`` is scratch space for deltas; ``encoding`` "xor", which stock receivers read, or "sparse",
+        half as large. Raises PublishError (ClaimRefused when ``boot`` is not the
         run's version 0, or the run has gone on from it), CheckpointError, StoreError, FormatError.
         """
-        return cls(lambda: open_store(store), run, boot, work, producer=producer or {})
+        return cls(lambda: open_store(store), run, boot, work, producer=producer or {}, encoding=encoding)
 
     def __enter__(self) -> PolicyPublisher:
         return self

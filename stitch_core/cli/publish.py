@@ -13,13 +13,15 @@ from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.encoder import DeltaEncoder
 from ..delta.prove import prove_delta
+from ..delta.sparse_file import width_of
+from ..delta.transcode import sparse_to_xor, xor_to_sparse
 from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles
 from ..fleet import read_wanted, wait_for_replicas
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
 from ..ports import Store, SystemClock
-from ..publisher import Boot, Payload, Publisher
+from ..publisher import Boot, Payload
 from ..replica.staging import Stager
 from ..safetensors import Tensor
 from ..state import TensorTable, layout_difference, state_digest
@@ -58,6 +60,10 @@ def add_parser(commands: Commands) -> None:
     add_run(parser)
     add_base(parser)
     parser.add_argument("--as-delta", action="store_true", help="encode a full checkpoint against the head")
+    parser.add_argument(
+        "--encoding", choices=("xor", "sparse"),
+        help="of the delta: as stock slime and Miles read it, or half as large (default: as in DIR, or xor)",
+    )  # fmt: skip
     parser.add_argument("--step", type=count, metavar="N", help="the trainer's step, kept in the manifest")
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
@@ -80,6 +86,8 @@ async def run(options: argparse.Namespace) -> int:
     is_delta = _is_delta(directory, files)
     if is_delta and options.as_delta:
         raise UsageError(f"{options.directory} is a delta already: --as-delta is for full checkpoints")
+    if options.encoding and not is_delta and not options.as_delta:
+        raise UsageError("--encoding is for deltas: add --as-delta to publish DIR as one")
     boot = await asyncio.to_thread(lambda: Checkpoint.open(base, files).table())
     # What is wrong with DIR is found before the writer of the run is fenced.
     payload = None
@@ -101,7 +109,7 @@ async def run(options: argparse.Namespace) -> int:
                 say(f"rebuilding version {head.number} to prove the base")
                 prepare = _given_delta if is_delta else _new_delta
                 with contextlib.closing(await rebuild(store, head, base, work / "host", files)) as host:
-                    payload = await asyncio.to_thread(prepare, directory, host, work, publisher, options.step)
+                    payload = await asyncio.to_thread(prepare, options, host, work, publisher.head.number)
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
         late = None
@@ -114,7 +122,7 @@ async def run(options: argparse.Namespace) -> int:
     r = manifest.representation
     result = {
         "version": str(manifest.version), "number": manifest.number, "epoch": manifest.epoch, "kind": r.kind,
-        "bytes": r.bytes, "tensors": len(r.changed) if is_delta or options.as_delta else None,
+        "bytes": r.bytes, "tensors": len(payload.changed) if is_delta or options.as_delta else None,
         "state": manifest.state, "digest": manifest.digest(),
     }  # fmt: skip
     emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
@@ -158,28 +166,36 @@ def _names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(f.name for f in directory.iterdir() if f.is_file() and not f.name.startswith(".")))
 
 
-def _new_delta(
-    directory: Path, host: HostCheckpoint, work: Path, publisher: Publisher, step: int | None
-) -> Payload:
-    encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(host.directory, host.files))
-    checkpoint = Checkpoint.open(directory, host.files)
+def _new_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
+    encoder = DeltaEncoder.from_checkpoint(
+        Checkpoint.open(host.directory, host.files), options.encoding or "xor"
+    )
+    checkpoint = Checkpoint.open(options.directory, host.files)
     tensors = {
         name: Tensor(ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()
     }
-    head = publisher.head.number
     host.files.remove_tree(work / "delta")  # of an earlier run with the same --work
     delta = encoder.encode(tensors, work / "delta", host.files, number=head + 1, base_number=head)
+    encoder.commit()
     return Payload(
-        "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed, step
-    )
-
-
-def _given_delta(
-    directory: Path, host: HostCheckpoint, work: Path, publisher: Publisher, step: int | None
-) -> Payload:
-    delta = DeltaDirectory.open(directory, host.files)
-    changed, state = prove_delta(delta, Checkpoint.open(host.directory, host.files), host.table)
-    return Payload(
-        "delta", state, directory, _names(directory), publisher.head.state, delta.index.encoding,
-        changed, step,
+        "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed,
+        options.step,
     )  # fmt: skip
+
+
+def _given_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
+    directory, files = options.directory, host.files
+    delta = DeltaDirectory.open(directory, files)
+    changed, state = prove_delta(delta, Checkpoint.open(host.directory, files), host.table)
+    names, encoding = _names(directory), delta.index.encoding
+    if options.encoding not in (None, encoding):
+        directory, encoding = work / "delta", options.encoding
+        files.remove_tree(directory)  # of an earlier run with the same --work
+        numbers: dict[str, int] = {"number": head + 1, "base_number": head}
+        if encoding == "sparse":
+            widths = {name: width_of(host.table[name].dtype) for name in changed}
+            names = xor_to_sparse(delta, changed, widths, directory, files, **numbers)
+        else:
+            names = sparse_to_xor(delta, directory, files, **numbers)
+    base = host.holding.state if host.holding else None
+    return Payload("delta", state, directory, names, base, encoding, changed, options.step)

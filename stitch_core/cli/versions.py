@@ -66,7 +66,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     r = manifest.representation
     return {
         "version": str(manifest.version), "number": manifest.number, "kind": r.kind, "encoding": r.encoding,
-        "files": len(r.files), "bytes": r.bytes, "tensors": len(r.changed) if r.kind == "delta" else None,
+        "files": len(r.files), "bytes": r.bytes, "tensors": len(r.changed) if r.kind == "delta" and r.encoding != "sparse" else None,
         "step": manifest.step, "epoch": manifest.epoch, "time": manifest.time, "state": manifest.state,
         "digest": manifest.digest(), "producer": dict(manifest.producer),
     }  # fmt: skip

@@ -14,13 +14,16 @@ import numpy as np
 import zstandard
 
 from ..checkpoint import Checkpoint
-from ..dialects import INDEX_NAME
-from ..lineage import Source
+from ..dialects import INDEX_NAME, SPARSE_SUFFIX
+from ..lineage import Source, Undo
 from ..ports import Files
-from ..state import TensorTable, tensor_digest
-from .apply import apply_deltas
-from .directory import DeltaDirectory, write_index, write_shards
+from ..safetensors import as_bytes
+from ..state import TensorTable
+from .directory import DeltaDirectory, prepare_directory, write_index, write_shards
 from .fold import RepresentationInvalid, open_delta
+from .one_pass import apply_in_place
+from .sparse_file import SparseFile
+from .sparse_merge import merge_sparse
 from .wire import CHUNK_BYTES, LEVEL, DeltaError, FrameReader
 
 SHARD_BYTES = 256 << 20
@@ -71,9 +74,12 @@ def merge_deltas(
 ) -> MergedDelta:
     """Write into ``path`` the one XOR delta that does what ``deltas`` do in order; nothing may be there yet.
 
-    Tensors that end as they began are not in it. Raises RepresentationInvalid for a delta that is not what
-    its manifest says, or does not follow on the one before it, DeltaError for one that is no XOR.
+    Tensors that end as they began are not in it. Of sparse deltas it makes a sparse one; then ``changed`` is
+    what its files say. Raises RepresentationInvalid for a delta that is not what its manifest says, or does
+    not follow on the one before it, DeltaError for one that is no XOR, or for two encodings.
     """
+    if deltas and all(delta.representation.encoding == "sparse" for delta in deltas):
+        return _merge_sparse_deltas(deltas, directory_of, path, files, number=number, base_number=base_number)
     for delta in deltas:
         if delta.representation.encoding != "xor":
             raise DeltaError(
@@ -99,6 +105,30 @@ def merge_deltas(
     return MergedDelta(changed, (*sorted(set(weight_map.values())), INDEX_NAME))
 
 
+def _merge_sparse_deltas(
+    deltas: Sequence[Source],
+    directory_of: Callable[[Source], Path],
+    path: Path,
+    files: Files,
+    *,
+    number: int,
+    base_number: int,
+) -> MergedDelta:
+    given: list[list[SparseFile]] = []
+    for delta in deltas:
+        opened = set(open_delta(delta, directory_of(delta), files).sparse.values())
+        paths = sorted(file.path for file in opened)
+        given.append([SparseFile(p, files, backwards=isinstance(delta, Undo)) for p in paths])
+    prepare_directory(path, files)
+    written, changed = merge_sparse(given, lambda i: path / f"model-{i:05d}{SPARSE_SUFFIX}", files)
+    names = [p.name for p in written]
+    files.sync(path)
+    write_index(
+        path, files, {}, number=number, base_number=base_number, encoding="sparse", sparse_files=names
+    )
+    return MergedDelta({name: (row.old, row.new) for name, row in changed.items()}, (*names, INDEX_NAME))
+
+
 def prove_merged(
     merged: DeltaDirectory, changed: Mapping[str, tuple[str, str]], checkpoint: Checkpoint, table: TensorTable
 ) -> None:
@@ -111,7 +141,7 @@ def prove_merged(
         if digest not in (old, new):
             raise DeltaError(f"{checkpoint.directory}: tensor {name} is {digest}, neither {old} nor {new}")
         wanted = new if digest == old else old
-        found = tensor_digest(apply_deltas(checkpoint.read(name), [("xor", merged.read(name))]).data)
+        found = apply_in_place(as_bytes(bytearray(checkpoint.read(name))), name, [merged])
         if found != wanted:
             raise DeltaError(f"{merged.path}: tensor {name} becomes {found} where it must become {wanted}")
 

@@ -169,13 +169,17 @@ class SparseFile:
     Safe to use from several threads.
     """
 
-    def __init__(self, path: Path, files: Files) -> None:
-        """Raises DeltaError, naming ``path``, for a file that is cut short, damaged or not of this format."""
+    def __init__(self, path: Path, files: Files, *, backwards: bool = False) -> None:
+        """``backwards``: as the delta from the new tensors to the old ones, which has the same changes.
+
+        Raises DeltaError, naming ``path``, for a file that is cut short, damaged or not of this format.
+        """
         self.path, self._files = path, files
         try:
             self._tables = _read_tables(path, files)
         except DeltaError as error:
             raise DeltaError(f"{path}: {error}") from None
+        self.backwards = backwards
         self._shared: _SharedBlock | None = None
 
     @property
@@ -189,7 +193,8 @@ class SparseFile:
         t = self._tables
         widths = t.widths[self._first_blocks].tolist()
         sizes = np.diff(t.starts).tolist()
-        rows = zip(t.names, sizes, widths, _hex(t.old), _hex(t.new), strict=True)
+        old, new = (t.new, t.old) if self.backwards else (t.old, t.new)
+        rows = zip(t.names, sizes, widths, _hex(old), _hex(new), strict=True)
         return {name: Changed(size, width, old, new) for name, size, width, old, new in rows}
 
     @cached_property

@@ -7,7 +7,7 @@ block by block and side by side, so the memory does not grow with the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..ports import Files
 from .sparse_block import Positions, Values, encode_block
-from .sparse_encode import BLOCK_BYTES, FILE_BYTES
+from .sparse_encode import BLOCK_BYTES, FILE_BYTES, FILE_TENSORS
 from .sparse_file import SMALL_BYTES, Block, Changed, SparseFile, SparseWriter, order
 from .wire import DeltaError
 
@@ -23,7 +23,7 @@ Change = tuple[Positions, Values]  # positions in bytes of the output's byte spa
 
 
 def merge_sparse(
-    deltas: Sequence[Sequence[SparseFile]],
+    deltas: Sequence[Iterable[SparseFile]],
     path_of: Callable[[int], Path],
     files: Files,
     *,
@@ -34,11 +34,12 @@ def merge_sparse(
     Returns the files ``path_of(0)``, ... and the tensors in them; one that ends as it began is left out.
     Raises DeltaError when a delta does not start from where the ones before it end.
     """
-    net = _net(deltas)
-    inputs = [file for delta in deltas for file in delta]
+    given = [list(delta) for delta in deltas]
+    net = _net(given)
+    inputs = [file for delta in given for file in delta]
     paths: list[Path] = []
     try:
-        for part in _split_files(net, inputs, file_bytes):
+        for part in split_files(net, sum(file.stored_bytes for file in inputs), file_bytes):
             writer = SparseWriter(path_of(len(paths)), files)
             try:
                 for block in _blocks(part, inputs):
@@ -93,17 +94,13 @@ def _net(deltas: Sequence[Sequence[SparseFile]]) -> dict[str, Changed]:
     return dict(sorted(kept, key=lambda item: order(item[0], item[1].nbytes, item[1].width)))
 
 
-def _split_files(
-    net: Mapping[str, Changed], inputs: Sequence[SparseFile], file_bytes: int
-) -> Iterator[dict[str, Changed]]:
-    """Tensors for each output file, by the stored bytes that they have in the inputs at most."""
-    whole = sum(row.nbytes for row in net.values())
-    stored = sum(file.stored_bytes for file in inputs)
-    weight = stored / max(1, whole)
+def split_files(tensors: Mapping[str, Changed], stored: int, file_bytes: int) -> Iterator[dict[str, Changed]]:
+    """Tensors for each output file, where all take about ``stored`` bytes."""
+    weight = stored / max(1, sum(row.nbytes for row in tensors.values()))
     part: dict[str, Changed] = {}
     size = 0.0
-    for name, row in net.items():
-        if part and size + row.nbytes * weight > file_bytes:
+    for name, row in tensors.items():
+        if part and (size + row.nbytes * weight > file_bytes or len(part) >= FILE_TENSORS):
             yield part
             part, size = {}, 0.0
         part[name] = row
@@ -118,14 +115,14 @@ def _blocks(tensors: Mapping[str, Changed], inputs: Sequence[SparseFile]) -> Ite
         zip(tensors, itertools.accumulate((r.nbytes for r in tensors.values()), initial=0), strict=False)
     )
     readers = [_Reader(file, starts) for file in inputs if not starts.keys().isdisjoint(file.names)]
-    for start, end, width in _cuts(tensors):
+    for start, end, width in cut_blocks(tensors):
         found = [change for reader in readers for change in reader.until(end)]
         positions, values = _combine(found, width)
         positions = (positions - start) // width
         yield Block(encode_block(positions, values), end - start, width, positions.size)
 
 
-def _cuts(tensors: Mapping[str, Changed]) -> Iterator[tuple[int, int, int]]:
+def cut_blocks(tensors: Mapping[str, Changed]) -> Iterator[tuple[int, int, int]]:
     """Start, end and width of each block: parts of large tensors, runs of small ones."""
     at = start = width = 0
     for row in tensors.values():

@@ -32,6 +32,7 @@ HELP = {
     "wait_replicas_then": "then warn or stop",
     "anchor_every": "versions between two full representations",
     "override": "resume at a version that a rollback gave up",
+    "encoding": "of the deltas (Stitch's own encoder): xor, or sparse, about half as large",
     "alone": "nothing else writes the run (for stores without conditional writes)",
 }
 

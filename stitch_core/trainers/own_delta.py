@@ -7,9 +7,10 @@ when its publishing fails, so the next publish repairs what a failed one left ou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from ..checkpoint import Checkpoint
 from ..delta.directory import write_index, write_shards
@@ -20,8 +21,10 @@ from ..ports import Files
 from ..safetensors import Tensor
 from ..state import TensorInfo
 from ..versions import directory_name
-from .group import together
+from .group import RanksFailed, together
 from .publication import FleetLate, GroupPublisher
+
+T = TypeVar("T")
 
 
 class OwnDelta:
@@ -52,10 +55,11 @@ class OwnDelta:
         when it is published, also where publishing goes on behind the step. Raises RanksFailed, of this
         version or of one before it, and then the next publish encodes against what the head last took.
         """
-        names = together(self._group, "gathering the policy", lambda: sorted(tensors))
-        mine = self._share(names)
         self._settle(everything=False)
-        number = self._publisher.reserve()
+        names = self._together("gathering the policy", lambda: sorted(tensors))
+        mine = self._share(names)
+        with self._telling():
+            number = self._publisher.reserve()
         encoder, pipeline = self._started(names, mine, number)
         directory = self._work / directory_name(number)
         try:
@@ -83,9 +87,9 @@ class OwnDelta:
         """The encoder, made from the base when the first version is encoded."""
         if self._encoder is None or self._pipeline is None:
             what = f"encoding {directory_name(number)}"
-            together(self._group, what, lambda: self._check(names))
+            self._together(what, lambda: self._check(names))
             encoders: list[DeltaEncoder] = []  # not gathered: it holds the weights
-            together(self._group, what, lambda: encoders.append(self._base(mine)))
+            self._together(what, lambda: encoders.append(self._base(mine)))
             self._publisher.release_base()
             self._encoder = encoders[0]
             self._pipeline = Pipeline(self._encoder, self._started_at)
@@ -102,7 +106,7 @@ class OwnDelta:
         """Encode into ``directory``; False where the head has this state and nothing is to be published."""
         what = f"encoding {directory_name(number)}"
         base = pipeline.encoded
-        parts = together(self._group, what, lambda: self._encode(encoder, own, directory))
+        parts = self._together(what, lambda: self._encode(encoder, own, directory))
         weight_map = {name: file for part, _ in parts for name, file in part.items()}
         if base == self._started_at:
             table = {name: info for _, part in parts for name, info in part.items()}
@@ -110,7 +114,7 @@ class OwnDelta:
                 encoder.commit()
                 self._files.remove_tree(directory)
                 return False
-        together(self._group, what, lambda: self._index(directory, weight_map, number, base))
+        self._together(what, lambda: self._index(directory, weight_map, number, base))
         return True
 
     def _begin(self, call: Callable[[], None]) -> Future[None]:
@@ -138,6 +142,21 @@ class OwnDelta:
         except FleetLate as late:  # it is published: the base stays
             self._late[number] = late
 
+    def _together(self, what: str, call: Callable[[], T]) -> list[T]:
+        with self._telling():
+            return together(self._group, what, call)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Where ranks fail and what is on its way fails as well, that is raised: it knows at what."""
+        try:
+            yield
+        except RanksFailed as error:
+            earlier = self._pipeline and self._pipeline.settle(len(self._pipeline.outstanding()))
+            if earlier is not None:
+                raise earlier from error
+            raise
+
     def _settle(self, everything: bool) -> None:
         """Let the base follow what has ended, by the same versions on every rank; raise what failed."""
         pipeline = self._pipeline
@@ -150,7 +169,7 @@ class OwnDelta:
             pipeline.make_room(None)  # each call in a publish has its own deadline
             return pipeline.ended()
 
-        count = max(together(self._group, "publishing behind the step", here))
+        count = 1 if self._thread is None else max(self._together("publishing behind the step", here))
         failure = pipeline.settle(count)
         late = [self._late.pop(number) for number in sorted(self._late) if number <= pipeline.published]
         for problem in (failure, *late):
@@ -171,12 +190,13 @@ class OwnDelta:
     def _base(self, mine: list[str]) -> DeltaEncoder:
         """An encoder of this rank's tensors, as they are in the boot checkpoint."""
         refs = self._boot.tensors
-        return DeltaEncoder({n: Tensor(refs[n].dtype, refs[n].shape, self._boot.read(n)) for n in mine})
+        tensors = {n: Tensor(refs[n].dtype, refs[n].shape, self._boot.read(n)) for n in mine}
+        return DeltaEncoder(tensors, self._publisher.settings.encoding)
 
     def _encode(
         self, encoder: DeltaEncoder, own: Mapping[str, Tensor], directory: Path
     ) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-        """The file of each changed tensor, and this rank's part of the table that results."""
+        """The file of each changed tensor (or each sparse file itself), and this rank's part of the table."""
         self._files.make_dirs(directory)
         stem = f"model-rank{self._group.rank:05d}"
         for name in self._files.list(directory):
@@ -188,9 +208,18 @@ class OwnDelta:
             written.update(write_shards(directory, self._files, payloads, stem=stem))
             return sorted(set(written.values()))
 
+        if encoder.encoding == "sparse":
+            files = encoder.write_sparse(own, directory, self._files, stem=stem).files
+            self._files.sync(directory)
+            return {file: file for file in files}, dict(encoder.table)
         encoder.write(own, writer)
         return written, dict(encoder.table)
 
     def _index(self, directory: Path, weight_map: Mapping[str, str], number: int, base: int) -> None:
         if self._group.rank == 0:
-            write_index(directory, self._files, weight_map, number=number, base_number=base)
+            encoding = self._publisher.settings.encoding
+            sparse = encoding == "sparse"
+            write_index(
+                directory, self._files, {} if sparse else weight_map, number=number, base_number=base,
+                encoding=encoding, sparse_files=sorted(weight_map.values()) if sparse else (),
+            )  # fmt: skip

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import xxhash
 
+from ..delta.sparse_file import SparseFile
 from ..delta.wire import DeltaError
-from ..dialects import CHECKSUM_HEX, INDEX_NAME, Index, read_index
+from ..dialects import CHECKSUM_HEX, INDEX_NAME, SPARSE_SUFFIX, Index, read_index
 from ..manifest import PayloadFile
 from ..ports import Files
 from ..safetensors import read_header
@@ -34,10 +35,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class Frame:
-    """One tensor's delta in a shard: the frame's own digest, and the checksum of the new bytes."""
+    """One tensor's delta in a shard: the frame's own digest, and the checksum of the new bytes.
+
+    In a sparse file the digest is the file's, which also tells the ``old`` xxh3-128.
+    """
 
     digest: str
     checksum: str | None
+    old: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,9 @@ def describe(path: Path, files: Files) -> Receipt:
     file = PayloadFile(path.name, size, file_digest(files, path, size))
     if path.name == INDEX_NAME:
         return Receipt(file, read_index(files.read(path), str(path)), {})
+    if path.name.endswith(SPARSE_SUFFIX):
+        rows = SparseFile(path, files).tensors
+        return Receipt(file, None, {n: Frame(file.sha256, row.new, row.old) for n, row in rows.items()})
     if not path.name.endswith(".safetensors"):
         return Receipt(file, None, {})
     header = read_header(path, files)
@@ -125,14 +133,16 @@ def judge(
     ``proven`` are the old and new xxh3-128 of its tensors where it was applied to a proven base: then no
     dialect has to tell them. Raises DeltaError, which names the tensor or file.
     """
-    shards = {r.file.name: r.frames for r in receipts if r.file.name.endswith(".safetensors")}
+    shards = {
+        r.file.name: r.frames for r in receipts if r.file.name.endswith((".safetensors", SPARSE_SUFFIX))
+    }
     indexes = [r.index for r in receipts if r.index is not None]
     if not indexes:
         raise DeltaError(f"{where}: no rank has {INDEX_NAME}: the framework did not finish writing it")
     index = indexes[0]
     if index.kind != "delta":
         raise DeltaError(f"{where}: a full checkpoint, not a delta")
-    if index.encoding not in ("xor", "overwrite") or index.compression != "zstd":
+    if index.encoding not in ("xor", "overwrite", "sparse") or index.compression != "zstd":
         raise DeltaError(
             f"{where}: {index.encoding} with {index.compression}; set --update-weight-delta-encoding xor"
         )
@@ -141,6 +151,9 @@ def judge(
             f"{where}: checksums are {index.checksum}, which do not name the weights: set "
             "--update-weight-delta-checksum xxh3-128, or stitch_prove: true, which applies each delta here"
         )
+    for shard in sorted({n for n in shards if n.endswith(SPARSE_SUFFIX)} ^ set(index.sparse_files)):
+        word = "not named by the index" if shard in shards else f"named by {INDEX_NAME}, and no rank has it"
+        raise DeltaError(f"{where}/{shard}: {word}")
     for name, shard in index.weight_map.items():
         if name not in shards.get(shard, {}):
             raise DeltaError(f"{where}: tensor {name} is named in {shard}, and no rank has it there")
@@ -154,6 +167,11 @@ def judge(
             checksum = (frame.checksum or "") if proven is None else proven[name][1]
             if len(checksum) != CHECKSUM_HEX["xxh3-128"]:
                 raise DeltaError(f"{where}/{shard}: tensor {name} has checksum {checksum!r}")
+            if frame.old not in (None, base[name].digest):
+                raise DeltaError(
+                    f"{where}/{shard}: tensor {name} must be {frame.old} before it, "
+                    f"but is {base[name].digest}"
+                )
             # Pipeline stages each write a tensor that they share: equal, or the stages have drifted apart.
             other, first = seen.setdefault(name, (shard, frame))
             if first != frame:

@@ -45,7 +45,8 @@ class TrainerSettings:
     or (a float) such a fraction of the live ones, serve it, for ``wait_replicas_timeout`` seconds; then
     ``wait_replicas_then`` warn, or stop. ``anchor_every``: versions between two fulls. ``override`` resumes
     at a version that a rollback gave up. ``alone`` vouches that no other trainer writes the run, which stores
-    without conditional writes need.
+    without conditional writes need. ``encoding`` of the deltas that our own encoder writes: "xor", as stock
+    receivers read it, or "sparse", about half as large.
     """
 
     run: str
@@ -69,6 +70,7 @@ class TrainerSettings:
     anchor_every: int | None = None
     override: bool = False
     alone: bool = False
+    encoding: str = "xor"
 
 
 FIELDS = {f.name.rstrip("_"): f.name for f in dataclasses.fields(TrainerSettings)}
@@ -183,9 +185,14 @@ def _then(value: Any) -> str | None:
     return None if value in ("warn", "stop") else f"expected warn or stop, got {value!r}"
 
 
+def _encoding(value: Any) -> str | None:
+    return None if value in ("xor", "sparse") else f"expected xor or sparse, got {value!r}"
+
+
 KINDS: Mapping[str, Callable[[Any], str | None]] = {
     "lag": _whole, "max_staleness": _whole, "anchor_every": _from_one, "patience": _seconds,
     "wait_replicas_timeout": _seconds, "wait_replicas": wanted_problem, "wait_replicas_then": _then,
+    "encoding": _encoding,
     "keep_files": _switch, "async": _switch, "prove": _switch, "override": _switch, "alone": _switch,
 }  # fmt: skip
 

@@ -69,6 +69,29 @@ def test_a_full_and_deltas(shell: Shell) -> None:
     assert said_text.err == "rebuilding version 3 to prove the base\npublishing 2 files\n"
 
 
+def test_sparse_deltas_of_checkpoints_and_of_what_a_stock_trainer_wrote(shell: Shell) -> None:
+    sizes = []
+    for number, (make, *more) in enumerate(
+        [
+            (shell.learn, "--as-delta", "--encoding", "sparse"),
+            (shell.delta, "--encoding", "sparse"),
+            (shell.delta,),
+            (shell.learn, "--as-delta"),
+        ],
+        start=1,
+    ):
+        said = shell.publish(make(f"v{number}"), *more, "--json").json
+        assert (said["number"], said["state"]) == (number, state_digest(table_of(shell.tensors)))
+        sizes.append(said["tensors"])
+    assert all(sizes)
+    listed = shell("versions", "--store", shell.store, "--run", "r", "--json").json
+    assert {row["number"]: row["encoding"] for row in listed} == {
+        0: None, 1: "sparse", 2: "sparse", 3: "xor", 4: "xor",
+    }  # fmt: skip
+    full = shell.publish(shell.learn("five"), "--encoding", "sparse").complaint
+    assert "--encoding is for deltas: add --as-delta" in full
+
+
 def test_waiting_for_replicas(shell: Shell) -> None:
     said = shell.publish(shell.learn("one"), "--wait-replicas", "1", "--wait-timeout", "0")
     assert said.code == 1

@@ -144,7 +144,7 @@ class Stock:
         return directory
 
 
-def own(world: World, group: Any) -> OwnDelta:
-    publisher = world.publisher(group)
+def own(world: World, group: Any, **settings: Any) -> OwnDelta:
+    publisher = world.publisher(group, **settings)
     publisher.claim()
     return OwnDelta(publisher, FILES)

@@ -60,11 +60,11 @@ def plain(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in tensors.items()}
 
 
-def publish_own(world: World, size: int, steps: int) -> list[int | None]:
+def publish_own(world: World, size: int, steps: int, **settings: Any) -> list[int | None]:
     todo = [world.learn() for _ in range(steps)]
 
     def train(group: ThreadGroup) -> list[int | None]:
-        delta = own(world, group)
+        delta = own(world, group, **settings)
         numbers = [delta.publish(world.share(world.history[0], group.rank, size))]
         numbers += [delta.publish(world.share(t, group.rank, size), step=i) for i, t in enumerate(todo)]
         return numbers
@@ -104,10 +104,11 @@ def test_a_rank_that_dies_in_a_publish_stops_the_others(world: World) -> None:
 # ------------------------------------------------------------------------------------------- own encoder
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_own_encoder_publishes_the_whole_policy(world: World, size: int) -> None:
-    assert publish_own(world, size, 2) == [None, 1, 2]
+@pytest.mark.parametrize(("size", "encoding"), [(1, "xor"), (3, "xor"), (1, "sparse"), (3, "sparse")])
+def test_own_encoder_publishes_the_whole_policy(world: World, size: int, encoding: str) -> None:
+    assert publish_own(world, size, 2, encoding=encoding) == [None, 1, 2]
     chain = versions(world)
+    assert [m.representation.encoding for m in chain[1:]] == [encoding] * 2
     assert [(m.number, m.step) for m in chain] == [(0, None), (1, 0), (2, 1)]
     assert rebuilt(world, 2) == plain(world.history[2])
     assert not FILES.list(world.root / "work" / "updates")

@@ -13,7 +13,7 @@ from pathlib import Path
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.directory import DeltaDirectory
 from stitch_core.delta.prove import prove_delta
-from stitch_core.dialects import INDEX_NAME, read_index, version_number
+from stitch_core.dialects import INDEX_NAME, SPARSE_SUFFIX, read_index, version_number
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.host_data import copy_files
 from stitch_core.lineage import Plan
@@ -155,4 +155,4 @@ def inside(path: Path, roots: Sequence[Path]) -> bool:
 
 
 def _weight_files(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name == INDEX_NAME or name.endswith(".safetensors")]
+    return [name for name in names if name == INDEX_NAME or name.endswith((".safetensors", SPARSE_SUFFIX))]

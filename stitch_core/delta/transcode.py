@@ -1,0 +1,147 @@
+"""Turns a delta of one XOR encoding into the other, without the weights that it applies to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from ..dialects import INDEX_NAME, SPARSE_SUFFIX
+from ..ports import Files
+from ..safetensors import ByteArray
+from .directory import DeltaDirectory, prepare_directory, write_index, write_shards
+from .scan import scan
+from .sparse_block import encode_block
+from .sparse_encode import BLOCK_BYTES, FILE_BYTES
+from .sparse_file import Block, Changed, SparseFile, SparseWriter, order
+from .sparse_merge import cut_blocks, split_files
+from .wire import LEVEL, DeltaError, FrameReader
+
+SHARD_BYTES = 256 << 20
+
+
+def xor_to_sparse(
+    delta: DeltaDirectory,
+    changed: Mapping[str, tuple[str, str]],
+    widths: Mapping[str, int],
+    path: Path,
+    files: Files,
+    *,
+    number: int,
+    base_number: int,
+    file_bytes: int = FILE_BYTES,
+) -> tuple[str, ...]:
+    """Write what ``delta`` does into ``path`` as sparse files; their names, the index last.
+
+    ``changed`` are the old and new xxh3-128 of its tensors, ``widths`` those of their elements (``width_of``
+    a dtype; 1 fits all and is larger). Raises DeltaError for a damaged frame, or a delta that is not XOR.
+    """
+    _check(delta, "xor")
+    rows = {}
+    for name in delta.payloads:
+        size, width = _content_size(delta.read(name)), widths.get(name, 1)
+        if size % width:
+            raise DeltaError(f"{delta.path}: tensor {name} of {size} bytes has no elements of {width} bytes")
+        rows[name] = Changed(size, width, *changed[name])
+    rows = {n: r for n, r in rows.items() if r.old != r.new}
+    rows = dict(sorted(rows.items(), key=lambda item: order(item[0], item[1].nbytes, item[1].width)))
+    prepare_directory(path, files)
+    names: list[str] = []
+    stored = sum(delta.payloads[name].frame.nbytes for name in rows)
+    for part in split_files(rows, stored, file_bytes):
+        names.append(f"model-{len(names):05d}{SPARSE_SUFFIX}")
+        writer = SparseWriter(path / names[-1], files)
+        stream = _Stream(delta, part)
+        zeros = np.zeros(BLOCK_BYTES, np.uint8)
+        for start, end, width in cut_blocks(part):
+            positions, values = scan(zeros[: end - start], stream.take(end - start), width)
+            writer.add_block(Block(encode_block(positions, values), end - start, width, positions.size))
+        writer.finish(part)
+    files.sync(path)
+    write_index(
+        path, files, {}, number=number, base_number=base_number, encoding="sparse", sparse_files=names
+    )
+    return (*names, INDEX_NAME)
+
+
+def sparse_to_xor(
+    delta: DeltaDirectory,
+    path: Path,
+    files: Files,
+    *,
+    number: int,
+    base_number: int,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[str, ...]:
+    """Write what ``delta`` does into ``path`` as stock slime and Miles read it; the names, the index last."""
+    _check(delta, "sparse")
+    prepare_directory(path, files)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, tuple[bytes, str]] = {}
+    size = 0
+    for name in [*sorted(delta.sparse), None]:
+        if shard and (name is None or size >= shard_bytes):
+            stem = f"model-{len(set(weight_map.values())):05d}"
+            weight_map |= write_shards(path, files, shard, stem=stem, shard_bytes=1 << 62)
+            shard, size = {}, 0
+        if name is not None:
+            file = delta.sparse[name]
+            shard[name] = _frame(file, name), file.tensors[name].new
+            size += len(shard[name][0])
+    write_index(path, files, weight_map, number=number, base_number=base_number)
+    return (*sorted(set(weight_map.values())), INDEX_NAME)
+
+
+class _Stream:
+    """The XOR bytes of tensors end to end; each frame must hold as many as its tensor has."""
+
+    def __init__(self, delta: DeltaDirectory, rows: Mapping[str, Changed]) -> None:
+        self._delta, self._rows = delta, iter(rows.items())
+        self._reader: FrameReader | None = None
+        self._left = 0
+        self._buffer = np.empty(BLOCK_BYTES, np.uint8)
+
+    def take(self, size: int) -> ByteArray:
+        """The next ``size`` bytes, valid until the next call."""
+        done = 0
+        while done < size:
+            if self._reader is None:
+                name, row = next(self._rows)
+                self._reader, self._left = FrameReader(self._delta.read(name)), row.nbytes
+            count = min(self._left, size - done)
+            self._reader.read_into(self._buffer[done : done + count])
+            done, self._left = done + count, self._left - count
+            if self._left == 0:
+                self._reader.finish()
+                self._reader = None
+        return self._buffer[:size]
+
+
+def _frame(file: SparseFile, name: str) -> bytes:
+    """One tensor's changes as one zstd frame of old XOR new."""
+    row = file.tensors[name]
+    compressor = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=row.nbytes)
+    out = []
+    for piece in file.pieces(name):
+        data = np.zeros(piece.end - piece.start, np.uint8)
+        data.view(f"<u{row.width}")[piece.positions - piece.start // row.width] = piece.values
+        out.append(compressor.compress(data.data))
+    return b"".join([*out, compressor.flush()])
+
+
+def _content_size(frame: bytes) -> int:
+    """Bytes that come out of a frame, also of one that does not say it."""
+    said = zstandard.frame_content_size(frame)
+    if said >= 0:
+        return said
+    reader, chunk, size = FrameReader(frame), np.empty(BLOCK_BYTES, np.uint8), 0
+    while count := reader.read_some(chunk):
+        size += count
+    return size
+
+
+def _check(delta: DeltaDirectory, encoding: str) -> None:
+    if delta.index.encoding != encoding:
+        raise DeltaError(f"{delta.path}: its encoding is {delta.index.encoding}, not {encoding}")
