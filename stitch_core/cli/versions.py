@@ -64,9 +64,10 @@ async def run(options: argparse.Namespace) -> int:
 def describe(manifest: Manifest) -> dict[str, Any]:
     """One version, for people and scripts."""
     r = manifest.representation
+    listed = r.kind == "delta" and r.encoding != "sparse"  # whose files say what changes
     return {
         "version": str(manifest.version), "number": manifest.number, "kind": r.kind, "encoding": r.encoding,
-        "files": len(r.files), "bytes": r.bytes, "tensors": len(r.changed) if r.kind == "delta" and r.encoding != "sparse" else None,
+        "files": len(r.files), "bytes": r.bytes, "tensors": len(r.changed) if listed else None,
         "step": manifest.step, "epoch": manifest.epoch, "time": manifest.time, "state": manifest.state,
         "digest": manifest.digest(), "producer": dict(manifest.producer),
     }  # fmt: skip
