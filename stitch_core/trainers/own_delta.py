@@ -152,10 +152,11 @@ class OwnDelta:
         try:
             yield
         except RanksFailed as error:
-            earlier = self._pipeline and self._pipeline.settle(len(self._pipeline.outstanding()))
-            if earlier is not None:
-                raise earlier from error
-            raise
+            pipeline = self._pipeline
+            earlier = None if pipeline is None else pipeline.settle(len(pipeline.outstanding()))
+            if earlier is None:
+                raise
+            raise earlier from error
 
     def _settle(self, everything: bool) -> None:
         """Let the base follow what has ended, by the same versions on every rank; raise what failed."""
