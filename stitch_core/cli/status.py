@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..chain import PARALLEL_READS, ChainReader, NoHead
+from ..legacy import legacy_pointer
 from ..ports import Store, StoreError
 from ..stores.bounded import BoundedStore
 from ..versions import check_run_id
@@ -37,8 +38,6 @@ async def run(options: argparse.Namespace) -> int:
         check_run_id(options.run_id)
     async with opened_store(options.store) as store:
         result = await (_one(store, options) if options.run_id is not None else _all(store, options))
-    if not any(result.values()):
-        say(f"nothing is in {options.store} yet; 'stitch claim' creates a run")
     emit(result, options.json, lambda: _text(result))
     failed = any("error" in item for items in result.values() for item in items)
     return 1 if failed else 0
@@ -57,6 +56,9 @@ async def _one(store: Store, options: argparse.Namespace) -> Result:
 async def _all(store: BoundedStore, options: argparse.Namespace) -> Result:
     channels = await _parallel(_channel, store, [e.key.split("/")[1] for e in await store.list("channels/")])
     replicas = await _parallel(_replica, store, [entry.key for entry in await store.list("replicas/")])
+    legacy = await legacy_pointer(store)
+    if legacy is not None:
+        say(str(legacy))
     runs = await store.folders("runs/")
     if runs is None and options.all:
         keys = [entry.key for entry in await store.list("runs/")]
@@ -65,6 +67,8 @@ async def _all(store: BoundedStore, options: argparse.Namespace) -> Result:
         named = {item["run"] for item in (*channels, *replicas) if isinstance(item.get("run"), str)}
         runs = sorted(named)
         say("only runs that a channel names or a replica serves are shown: --all lists every key")
+    if not (runs or channels or replicas or legacy):
+        say(f"nothing is in {options.store} yet; 'stitch claim' creates a run")
     return {"runs": await _parallel(_run, store, runs), "channels": channels, "replicas": replicas}
 
 
