@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,15 @@ from typing import Any
 import pytest
 
 from stitch_core.chain import ChainReader
-from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.directory import DeltaDirectory, write_shards
 from stitch_core.dialects import INDEX_NAME
-from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import SystemClock
-from stitch_core.replica.staging import Stager
 from stitch_core.safetensors import Tensor
 from stitch_core.trainers.group import RanksFailed, Solo, together
 from stitch_core.trainers.own_delta import OwnDelta
 from stitch_core.trainers.receipts import Listing, assign
-from tests.small_run import FILES, chain_of, inline
+from tests import rebuild
+from tests.small_run import FILES, chain_of
 from tests.trainers.ranks import Stock, ThreadGroup, World, on_ranks, own, same
 
 
@@ -38,22 +34,7 @@ def versions(world: World) -> list[Manifest]:
 
 def rebuilt(world: World, number: int) -> dict[str, bytes]:
     """A version's tensors, from the boot checkpoint and the store alone."""
-
-    async def rebuild() -> dict[str, bytes]:
-        store, host = world.store(), HostCheckpoint(world.root / f"host-{number}", FILES)
-        chain = await chain_of(store, "r")
-        stager = Stager(
-            store, ChainReader(store), host, world.boot, files=FILES, clock=SystemClock(),
-            rng=random.Random(0), run_blocking=inline, activity=lambda _: None,
-        )  # fmt: skip
-        await stager.stage(next(m for m in chain if m.number == number))
-        checkpoint = Checkpoint.open(host.directory, FILES)
-        try:
-            return {name: checkpoint.read(name) for name in checkpoint.tensors}
-        finally:
-            host.close()
-
-    return asyncio.run(rebuild())
+    return rebuild.rebuilt(world.root, next(m for m in versions(world) if m.number == number))
 
 
 def plain(tensors: dict[str, Tensor]) -> dict[str, bytes]:

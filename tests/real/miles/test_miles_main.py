@@ -6,8 +6,6 @@ Promises 1 to 3, C06 and C27: rank 0's extra call of the hook is in the way of e
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,15 +18,6 @@ pytestmark = pytest.mark.real
 CHECKOUT = os.environ.get("STITCH_MILES", "")
 if not CHECKOUT:
     pytest.skip("platform: no checkout of Miles, set STITCH_MILES to one", allow_module_level=True)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    try:
-        yield world
-    finally:
-        world.close()
 
 
 def train(world: World, port: str, rollouts: int, *flags: str) -> None:
