@@ -59,8 +59,9 @@ venv-path: ## print where the virtual environment is
 demo: venv $(if $(filter sglang,$(ENGINE)),venv-sglang) ## train a small policy while replicas follow, and prove what they say (ENGINE=sglang, SEED=, OUT=, DEMO_ARGS=)
 	@$(PY) -m $(DEMO_$(ENGINE)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
-demo-miles: venv-miles ## the stock trainer miles-rl, killed and resumed, every sample proven (OUT=, DEMO_ARGS=)
-	@$(PY_MILES) -W ignore -m recipes.miles.demo $(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
+demo-miles: venv-miles $(if $(filter sglang,$(ENGINE)),venv-sglang) ## the stock trainer miles-rl, killed and resumed, every sample proven (ENGINE=sglang, OUT=, DEMO_ARGS=--async)
+	@$(PY_MILES) -W ignore -m recipes.miles.demo --engine $(ENGINE) $(if $(filter sglang,$(ENGINE)),--python $(PY_SGLANG)) \
+		$(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
 check: lint ## lint, types and the fast tests; under 2 minutes
 	$(PYTEST) -n 2

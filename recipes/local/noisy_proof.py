@@ -18,7 +18,7 @@ import asyncio
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ class NoisyReport:
     spanning: dict[str, int] = field(default_factory=dict)
     median_distance: float = 0.0
     median_other: float = 0.0
+    min_spanning: int = 1
 
     def problems(self) -> list[str]:
         """What is not as it must be; empty: the run is proven."""
@@ -122,7 +123,7 @@ class NoisyReport:
         found += [
             f"no trajectory spans an activation in mode {mode}"
             for mode in ("in_place", "retract")
-            if not self.spanning.get(mode)
+            if self.spanning.get(mode, 0) < self.min_spanning
         ]
         return found
 
@@ -158,7 +159,8 @@ def prove(directory: Path) -> NoisyReport:
             scores[record.control].append(SpanScore(claimed, neighbour, len(span)))
     if not noise:
         raise ProofError("there is no measurement of the noise: trajectories with control 'calibration'")
-    return judge(Noise.of(noise), scores[None], scores["faulty"], len(records), spanning)
+    report = judge(Noise.of(noise), scores[None], scores["faulty"], len(records), spanning)
+    return replace(report, min_spanning=min(1, run.min_spanning))
 
 
 def judge(

@@ -2,84 +2,152 @@
 
 Runs in the environment of miles-rl on CPUs. Half way the trainer with all of its Ray, and one replica, are
 killed with SIGKILL; the trainer is started again from its checkpoint, and another replica joins. In the end
-every sample is recomputed under the versions that it claims.
+every sample is recomputed under the versions that it claims, and a replica that lies has to be found out.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import math
 import re
 import shutil
-import subprocess
+import statistics
 import sys
 import time
-from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import zstandard
-
-from stitch_core.chain import ChainReader
-from stitch_core.stores import open_store
-
+from . import evidence
 from .processes import Child, World
 
-MAX_LEN = 64
-REPORT = ("kv", "kv_versions", "kv_passes")
+MAX_LEN, LYING_ANSWERS = 64, 8
+LAG = 1
+"""Of the overlapping loop: a rollout may start on the version before the head."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Replicas of one kind. ``tokens``: of an answer; ``flags``: of Miles."""
+
+    python: Path | None
+    tokens: int
+    flags: tuple[str, ...]
+    options: tuple[str, ...]
+
+    def replica(self, world: World, name: str, kv_mode: str) -> Child:
+        if self.python is not None:
+            return world.sglang(name, self.python, *self.options, kv_mode=kv_mode)
+        return world.replica(name, *self.options, kv_mode=kv_mode)
+
+    def liar(self, world: World) -> Child:
+        """A replica that takes labels without weights."""
+        if self.python is not None:
+            program = "recipes.local.sglang_faulty"
+            return world.sglang("liar", self.python, *self.options, program=program)
+        return world.replica("liar", "--engine", "faulty", *self.options, program="recipes.local.faulty")
+
+
+def engine_of(options: argparse.Namespace) -> Engine:
+    if options.engine == "sglang":
+        # Statistics need more and longer answers than bits.
+        samples = ("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--global-batch-size", "16")
+        room = ("--disable-overlap-schedule", "--max-running-requests", "16", "--max-total-tokens", "4096")
+        return Engine(options.python, 48, samples, room)
+    # An answer of the overlapping loop has to outlast a training step.
+    pace = ("--engine-opt=pace=0.1",) if options.overlap else ()
+    return Engine(None, 24 if options.overlap else 12, (), (f"--engine-opt=max_len={MAX_LEN}", *pace))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="demo-miles", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/miles"), help="where the run is left")
-    parser.add_argument("--rollouts", type=int, default=8)
-    options = parser.parse_args()
+    options = _options()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
+    engine = engine_of(options)
     world = World(options.out.resolve())
     began = time.monotonic()
     try:
-        logs = run(world, options.rollouts)
+        logs, lies = run(world, engine, options.rollouts, options.overlap)
     finally:
         world.close()
-    lines = trajectories(world.root, options.rollouts)
-    write_run(world, lines)
+    lines = evidence.trained_on(world.root, options.rollouts)
+    noisy = options.engine == "sglang"
+    kept = evidence.as_calibration(lines) if noisy else lines
+    evidence.write_run(world.root, world.store, MAX_LEN, [*kept, *lies])
     say("recomputing every sample")
-    proof = prove(world)
+    proof = (evidence.prove_noisy if noisy else evidence.prove_bits)(world.root)
     report = {
+        "ok": not proof["problems"],
+        "engine": options.engine,
+        "loop": "overlapping" if options.overlap else "one by one",
         "seconds": round(time.monotonic() - began, 1),
         "rollouts": options.rollouts,
-        "staleness": staleness(world, lines),
-        "publish_seconds": publish_seconds(logs),
+        "samples": len(lines),
+        "spanning": sum(len(line["weight_versions"]) > 1 for line in lines),
+        "staleness": evidence.staleness(world.store, lines),
+        "update_seconds": seconds(r"perf/update_weights_time': ([0-9.e-]+)", logs),
+        "publish_seconds": seconds(r"took ([0-9.]+) s from gather to head", logs),
         "proof": proof,
     }
     (world.root / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
-    return 0 if proof.get("ok") else 1
+    print(json.dumps(report, indent=2) if options.json else text(report, world.root))
+    return 0 if report["ok"] else 1
 
 
-def run(world: World, rollouts: int) -> list[str]:
-    """The two lives of the trainer; what each printed."""
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="demo-miles", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/miles"), help="where the run is left")
+    parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--python", type=Path, help="of an environment with stock SGLang, for that engine")
+    parser.add_argument(
+        "--async", dest="overlap", action="store_true",
+        help="generate the next rollout while training, publish behind the step, at lag 1",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args()
+    if options.engine == "sglang" and options.python is None:
+        parser.error("--engine sglang needs --python")
+    if options.rollouts < 4:
+        parser.error("--rollouts must be at least 4: it is killed half way")
+    return options
+
+
+def run(world: World, engine: Engine, rollouts: int, overlap: bool) -> tuple[list[str], list[dict[str, Any]]]:
+    """The two lives of the trainer: what each printed, and the answers of a replica that lies in the end."""
     half = rollouts // 2 - 1
+    flags = [*engine.flags, "--rollout-max-response-len", str(engine.tokens)]
+    if overlap:
+        world.settings(**world.required, stitch_lag=LAG, stitch_async=True)
+        flags.insert(0, "overlap")
     gateway = world.gateway()
-    options = (f"--engine-opt=max_len={MAX_LEN}",)
-    world.replica("a", *options)
-    doomed = world.replica("b", *options)
+    replicas = [engine.replica(world, "a", "in_place"), engine.replica(world, "b", "retract")]
     say("starting the trainer (Ray takes a while)")
-    first = world.trainer(gateway, rollouts)
+    first = world.trainer(gateway, rollouts, *flags)
     follow(first, half)
     say("SIGKILL: the trainer with its Ray, and a replica")
     first.kill()
-    doomed.kill()
-    world.replica("c", *options)
+    replicas.pop().kill()
+    replicas.append(engine.replica(world, "c", "retract"))
     say("resuming")
-    second = world.trainer(gateway, rollouts)
+    second = world.trainer(gateway, rollouts, *flags)
     follow(second, rollouts - 1)
     if second.wait() != 0:
         raise SystemExit(f"the trainer failed:\n{second.text()[-4000:]}")
-    return [first.text(), second.text()]
+    for replica in replicas:
+        replica.kill()
+    say("asking a replica that lies")
+    liar = engine.liar(world)
+    liar.until_ready()
+    lies = evidence.answers(liar.url(), prompts(world.root), engine.tokens, "faulty")
+    return [first.text(), second.text()], lies
+
+
+def prompts(root: Path) -> list[list[int]]:
+    """Some prompts as token ids; a token of the tiny policy is a character."""
+    inputs = [json.loads(line)["input"] for line in (root / "prompts.jsonl").read_text().splitlines()]
+    return [[ord(character) for character in text] for text in inputs[:LYING_ANSWERS]]
 
 
 def follow(trainer: Child, last: int) -> None:
@@ -94,61 +162,38 @@ def follow(trainer: Child, last: int) -> None:
                 return
 
 
-def trajectories(root: Path, rollouts: int) -> list[dict[str, Any]]:
-    """Every sample as the proof reads it, with the rollout that trained on it."""
-    lines = []
-    for rollout_id in range(rollouts):
-        saved = torch.load(root / f"samples_{rollout_id}.pt", weights_only=False)["samples"]
-        for sample in saved:
-            (report,) = sample["metadata"]["stitch"]
-            count = sample["response_length"]
-            lines.append({
-                "id": f"{rollout_id}-{sample['index']}", "run": report["run"], "kv_mode": "in_place",
-                "prompt_ids": sample["tokens"][: len(sample["tokens"]) - count],
-                "output_ids": sample["tokens"][len(sample["tokens"]) - count :],
-                "logprobs": sample["rollout_log_probs"], "weight_versions": report["spans"],
-                **{key: report[key] for key in REPORT if key in report}, "temperature": 1.0, "control": None,
-                "rollout_id": rollout_id,
-            })  # fmt: skip
-    return lines
+def seconds(pattern: str, logs: list[str]) -> list[float]:
+    """How long each of some events took, as the trainer logs it."""
+    return [round(float(found), 3) for log in logs for found in re.findall(pattern, log)]
 
 
-def write_run(world: World, lines: list[dict[str, Any]]) -> None:
-    """What ``stitch prove`` reads."""
-    run = {"store": world.store, "run": "math", "boot": "boot", "max_len": MAX_LEN, "min_spanning": 0}
-    (world.root / "run.json").write_text(json.dumps(run))
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (world.root / "trajectories.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+def text(report: dict[str, Any], root: Path) -> str:
+    """The end of the demo, for people."""
+    proof = report["proof"]
+    behind = ", ".join(f"{count} by {by}" for by, count in report["staleness"].items())
+    shifted, lies = (
+        f"{control['found']} of {control['tried']}" if "tried" in control
+        else f"{control['against']} of {control['for_it'] + control['against'] + control['undecided']} spans"
+        for control in (proof["shifted"], proof["faulty"])
+    )  # fmt: skip
+    lines = [
+        ("trained", f"{report['rollouts']} rollouts ({report['loop']}), killed and resumed"),
+        ("proven", proof["summary"]),
+        (
+            "staleness",
+            f"{behind} versions, of {report['samples']} samples; {report['spanning']} span an activation",
+        ),
+        ("found out", f"shifted labels: {shifted}; the replica that lies: {lies}"),
+        ("publishing", f"{middle(report['publish_seconds']):.3f} s from gather to head (median)"),
+        ("", f"{middle(report['update_seconds']):.3f} s of them on the trainer's path, in update_weights"),
+        ("all in", f"{report['seconds']:.0f} s; report.json and the rest are in {root}"),
+        *(("NOT MET", problem) for problem in proof["problems"]),
+    ]
+    return "\n".join(f"{name:12} {words}" for name, words in lines)
 
 
-def prove(world: World) -> dict[str, Any]:
-    command = [sys.executable, "-m", "stitch_core.cli", "prove", str(world.root), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if not done.stdout.strip():
-        raise SystemExit(f"the proof failed: {done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def staleness(world: World, lines: list[dict[str, Any]]) -> dict[str, int]:
-    """How many samples started how many versions before the one that their training step was made from."""
-    made = asyncio.run(numbers(world.store))
-    counted = Counter(made[line["rollout_id"]] - 1 - line["weight_versions"][0]["version"] for line in lines)
-    return {str(key): count for key, count in sorted(counted.items())}
-
-
-async def numbers(url: str) -> dict[int, int]:
-    """The version that each rollout's training step made."""
-    chain = ChainReader(open_store(url))
-    head, _ = await chain.head("math")
-    versions = await chain.back_to(await chain.manifest("math", head), above_floor=False)
-    return {m.step: m.number for m in versions if m.step is not None}
-
-
-def publish_seconds(logs: list[str]) -> list[float]:
-    """What ``update_weights`` took, as Miles itself measures it."""
-    pattern = re.compile(r"perf/update_weights_time': ([0-9.e-]+)")
-    return [round(float(seconds), 3) for log in logs for seconds in pattern.findall(log)]
+def middle(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
 
 
 def say(text: str) -> None:

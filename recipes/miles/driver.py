@@ -1,6 +1,7 @@
 """The training loop of stock Miles, as its own script has it: generate, train, save, update weights.
 
-Run in the environment of miles-rl: ``driver.py ROOT FRONT_PORT ROLLOUTS [flags for Miles]``.
+Run in the environment of miles-rl: ``driver.py ROOT FRONT_PORT ROLLOUTS [overlap] [flags for Miles]``. With
+``overlap`` the next rollout is generated while the trainer trains and publishes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
@@ -67,12 +69,14 @@ def main(root: Path, port: int, rollouts: int, extra: list[str]) -> None:
     import framework
 
     framework.install()
+    overlap = "overlap" in extra
+    extra = [flag for flag in extra if flag != "overlap"]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron insists on it with several ranks
     sys.argv = ["train.py", *flags(root, port, rollouts), *extra]
     import ray
 
     ray.init(
-        num_cpus=6, num_gpus=4, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
+        num_cpus=8, num_gpus=6, include_dashboard=False, _temp_dir=os.environ["RAY_DIRECTORY"],
         object_store_memory=200_000_000,
         runtime_env={
             "env_vars": {
@@ -84,22 +88,29 @@ def main(root: Path, port: int, rollouts: int, extra: list[str]) -> None:
     )  # fmt: skip
     from miles.utils.arguments import parse_args
 
-    asyncio.run(train(parse_args()))
+    asyncio.run(train(parse_args(), overlap))
     ray.shutdown()
 
 
-async def train(args: object) -> None:
-    from miles.ray.placement_group import (
-        create_placement_groups,
-        create_rollout_manager,
-        create_training_models,
-    )
+async def train(args: Any, overlap: bool) -> None:
+    import miles.ray.placement_group as placement
 
-    groups = create_placement_groups(args)
-    rollout_manager, _ = create_rollout_manager(args, groups["rollout"])
-    actor, _ = await create_training_models(args, groups, rollout_manager)
+    if overlap:
+        # Miles' manager does one thing at a time: updating weights would wait for the rollout to end.
+        placement.RolloutManager = Concurrent(placement.RolloutManager)
+    groups = placement.create_placement_groups(args)
+    rollout_manager, _ = placement.create_rollout_manager(args, groups["rollout"])
+    actor, _ = await placement.create_training_models(args, groups, rollout_manager)
     await actor.update_weights()
     print(f"started at {args.start_rollout_id}", flush=True)
+    if overlap:
+        await overlapping(args, rollout_manager, actor)
+    else:
+        await one_by_one(args, rollout_manager, actor)
+    await rollout_manager.dispose.remote()
+
+
+async def one_by_one(args: Any, rollout_manager: Any, actor: Any) -> None:
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         data = await rollout_manager.generate.remote(rollout_id)
         await actor.train(rollout_id, data)
@@ -107,7 +118,30 @@ async def train(args: object) -> None:
         await rollout_manager.save.remote(rollout_id)
         await actor.update_weights()
         print(f"finished {rollout_id}", flush=True)
-    await rollout_manager.dispose.remote()
+
+
+async def overlapping(args: Any, rollout_manager: Any, actor: Any) -> None:
+    ahead = rollout_manager.generate.remote(args.start_rollout_id)
+    for rollout_id in range(args.start_rollout_id, args.num_rollout):
+        data = await ahead
+        # Before more prompts are taken, so that a resumed run takes these again.
+        await rollout_manager.save.remote(rollout_id)
+        if rollout_id + 1 < args.num_rollout:
+            ahead = rollout_manager.generate.remote(rollout_id + 1)
+        await actor.train(rollout_id, data)
+        await actor.save_model(rollout_id)
+        await actor.update_weights()
+        print(f"finished {rollout_id}", flush=True)
+
+
+class Concurrent:
+    """An actor class of Ray whose actors answer while they generate."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def options(self, **options: Any) -> Any:
+        return self._actor.options(**options, max_concurrency=4)
 
 
 if __name__ == "__main__":

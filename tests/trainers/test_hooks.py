@@ -172,3 +172,9 @@ def test_the_frameworks_own_flags_are_checked_at_once() -> None:
     check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast", colocate=False), True)
     with pytest.raises(ValueError, match="--update-weight-transfer-mode disk-delta"):
         check_miles(SimpleNamespace(update_weight_transfer_mode="broadcast"), False)
+    unbuffered = SimpleNamespace(
+        update_weight_transfer_mode="broadcast", colocate=False, stitch_max_staleness=2
+    )
+    # Nothing else would bound it: it would pass in silence.
+    with pytest.raises(ValueError, match="StitchDataBuffer, which stitch_max_staleness is for"):
+        check_miles(unbuffered, True)

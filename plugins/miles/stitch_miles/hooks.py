@@ -64,6 +64,12 @@ def check_flags(args: Any, own: bool) -> None:
         for key, value in wanted.items()
         if getattr(args, key, value if own else None) != value
     ]
+    buffered = getattr(args, "fully_async", False) and getattr(args, "custom_async_data_buffer_path", None)
+    if getattr(args, "stitch_max_staleness", None) is not None and not buffered:
+        wrong.append(
+            "--fully-async with --custom-async-data-buffer-path stitch_miles.buffer.StitchDataBuffer, which "
+            "stitch_max_staleness is for (or leave that out)"
+        )
     if wrong:
         raise Misconfigured(f"set {', '.join(wrong)}")
 

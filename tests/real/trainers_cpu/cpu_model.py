@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -54,17 +55,40 @@ class Attention(torch.nn.Module):
         return out.reshape(out.shape[0], -1)
 
 
+class Experts(torch.nn.Module):
+    """What this rank holds of a layer's experts, named as Transformer Engine's grouped layers are."""
+
+    def __init__(self, num_local_experts, config, *args, **kwargs):
+        super().__init__()
+        inner, outer = config.moe_ffn_hidden_size, config.hidden_size
+        shapes = {"linear_fc1": (2 * inner, outer), "linear_fc2": (outer, inner)}
+        for name, shape in shapes.items():
+            layer = torch.nn.Module()
+            for expert in range(num_local_experts):
+                weight = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
+                weight.allreduce = config.expert_model_parallel_size == 1
+                weight.tensor_model_parallel = False
+                layer.register_parameter(f"weight{expert}", weight)
+            setattr(self, name, layer)
+
+
 def provider(pre_process=True, post_process=True, vp_stage=None):
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization="RMSNorm"
+    )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    layer.input_layernorm = IdentityOp
     layer.self_attention.submodules.linear_qkv = NormThenLinear
     layer.self_attention.submodules.core_attention = Attention
-    layer.mlp.submodules.linear_fc1 = NormThenLinear
+    if args.num_experts:
+        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
+    else:
+        layer.pre_mlp_layernorm = IdentityOp
+        layer.mlp.submodules.linear_fc1 = NormThenLinear
     return GPTModel(
         config=core_transformer_config_from_args(args),
         transformer_layer_spec=spec,
