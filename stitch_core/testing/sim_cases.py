@@ -259,7 +259,7 @@ async def c31_a_swap_that_lands_late(world: World) -> None:
             late.append(key)
             again = world.random.uniform(0, 60)
             world.loop.call_later(
-                again, lambda: _quietly(lambda: swap(world.bucket, key, expected, data, who))
+                again, lambda: quietly(lambda: swap(world.bucket, key, expected, data, who))
             )
             raise Unavailable("no answer")
         return swap(world.bucket, key, expected, data, who)
@@ -274,7 +274,8 @@ async def c31_a_swap_that_lands_late(world: World) -> None:
     assert late
 
 
-def _quietly(call: Callable[[], object]) -> None:
+def quietly(call: Callable[[], object]) -> None:
+    """A write that lands late, and may find that another one was faster."""
     try:
         call()
     except Exception as error:

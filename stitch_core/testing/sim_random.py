@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from ..head import Channel, channel_key
 from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
+from .sim_operator import SimulatedOperator
 from .sim_replica import SimulatedReplica
 from .sim_trainer import SimulatedTrainer
 from .sim_world import World
+
+Writer = SimulatedTrainer | SimulatedOperator
 
 SETTLE = 1500.0
 """Seconds after the last fault in which everything must have come right."""
@@ -25,9 +28,14 @@ async def anything(world: World) -> None:
     switch = random.random() < 0.3
     follow = Follow(channel="latest") if switch or random.random() < 0.3 else Follow(run="a")
     versions, hasty = random.randint(3, 9), random.choice((0.0, 0.25))
-    trainers = [SimulatedTrainer(world, "trainer", "a", versions=versions, impatience=hasty)]
-    if random.random() < 0.25:
-        trainers.append(SimulatedTrainer(world, "rival", "a", versions=versions, impatience=hasty))
+    saves, stubborn = random.choice((0.0, 0.0, 0.4)), random.choice((0, 0, 3))
+    trainers = [
+        SimulatedTrainer(
+            world, name, "a", versions=versions, impatience=hasty, save_rate=saves, stubborn=stubborn
+        )
+        for name in (["trainer", "rival"] if random.random() < 0.25 else ["trainer"])
+    ]
+    operator = SimulatedOperator(world, "operator")
     if switch:
         trainers.append(SimulatedTrainer(world, "other", "b", versions=random.randint(2, 5)))
     replicas = [
@@ -40,12 +48,12 @@ async def anything(world: World) -> None:
     point(world, "a")
     tasks = [start_later(world, part, 60.0 * (i > 0)) for i, part in enumerate(trainers)]
     tasks += [start_later(world, part, 120.0 * (i > 0)) for i, part in enumerate(replicas)]
-    tasks.append(asyncio.ensure_future(chaos(world, trainers, replicas)))
+    tasks.append(asyncio.ensure_future(chaos(world, [*trainers, operator], replicas)))
     enough = asyncio.Event()
     requests = asyncio.ensure_future(traffic(world, replicas, enough))
-    tasks.append(asyncio.ensure_future(operate(world, "b" if switch else "a")))
+    tasks.append(asyncio.ensure_future(operate(world, operator, "b" if switch else "a")))
     await asyncio.sleep(world.faults.plan.quiet_after)
-    await all_is_well(world, trainers, replicas, [*tasks, requests], "b" if switch else "a")
+    await all_is_well(world, [*trainers, operator], replicas, [*tasks, requests], "b" if switch else "a")
     enough.set()
     if not (await asyncio.wait([requests], timeout=SETTLE))[0]:
         world.judge.broken("independence: every request ends", world.loop.describe())
@@ -54,22 +62,27 @@ async def anything(world: World) -> None:
         task.cancel()
 
 
-async def operate(world: World, last: str) -> None:
-    """An operator moves the channel now and then, also down; in the end it names the newest of ``last``."""
+async def operate(world: World, operator: SimulatedOperator, last: str) -> None:
+    """An operator moves the channel now and then, also down, and rolls back; in the end it names ``last``."""
     random, judge = world.random, world.judge
     for _ in range(random.choice((0, 0, 1, 3))):
         await asyncio.sleep(world.faults.plan.quiet_after / 4 * random.random())
         run = random.choice(list(judge.heads) or ["a"])
         numbers = [version.number for version in judge.versions if version.run == run]
-        point(world, run, random.choice([None, *numbers]))
+        if len(numbers) > 1 and random.random() < 0.5:
+            await operator.roll_back(run, random.choice(numbers[:-1]), with_boot=random.random() < 0.5)
+        else:
+            await operator.point(run, random.choice([None, *numbers]))
     await asyncio.sleep(max(0.0, world.faults.plan.quiet_after * random.random() - world.loop.time()))
-    point(world, last)
+    await operator.point(last)
+    operator.done.set()
 
 
 def point(world: World, run: str, exact: int | None = None) -> None:
-    """An operator moves the channel."""
-    world.trace.add(f"operator: channel latest -> {run} {'' if exact is None else exact}")
-    world.bucket.put(channel_key("latest"), Channel(run, exact).encode(), "operator")
+    """Somebody moves the channel, at once and whatever it says now."""
+    channel = Channel(run, exact, world.nonce())
+    world.trace.add(f"channel latest -> {channel}")
+    world.bucket.put(channel_key("latest"), channel.encode(), "somebody")
 
 
 def start_later(world: World, part: SimulatedTrainer | SimulatedReplica, most: float) -> asyncio.Future[None]:
@@ -82,13 +95,11 @@ def start_later(world: World, part: SimulatedTrainer | SimulatedReplica, most: f
     return asyncio.ensure_future(start())
 
 
-async def chaos(
-    world: World, trainers: Sequence[SimulatedTrainer], replicas: Sequence[SimulatedReplica]
-) -> None:
+async def chaos(world: World, writers: Sequence[Writer], replicas: Sequence[SimulatedReplica]) -> None:
     """Kill, crash, stall and restart by the plan."""
     plan, random = world.faults.plan, world.random
 
-    parts: list[SimulatedTrainer | SimulatedReplica] = [*trainers, *replicas]
+    parts: list[Writer | SimulatedReplica] = [*writers, *replicas]
 
     def kill() -> None:
         part = random.choice(parts)
@@ -175,16 +186,16 @@ def demand(world: World) -> VersionConstraint:
 
 async def all_is_well(
     world: World,
-    trainers: Sequence[SimulatedTrainer],
+    writers: Sequence[Writer],
     replicas: Sequence[SimulatedReplica],
     tasks: Iterable[asyncio.Future[None]],
     run: str,
 ) -> None:
-    """Convergence: trainers end, replicas serve the head of ``run`` and answer; no part has failed."""
+    """Convergence: writers end, replicas serve the head of ``run`` and answer; no part has failed."""
     deadline = world.loop.time() + SETTLE
 
     def left() -> list[str]:
-        waiting = [f"{trainer.name} is not done" for trainer in trainers if not trainer.done.is_set()]
+        waiting = [f"{writer.name} is not done" for writer in writers if not writer.done.is_set()]
         waiting += [why for replica in replicas if (why := replica.why_not(run))]
         return waiting
 

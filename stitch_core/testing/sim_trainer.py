@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..delta.encoder import DeltaEncoder
@@ -19,12 +20,40 @@ from .sim_world import BOOT, Weights, World
 WORK = Path("/var/train")
 
 
+def publisher_of(
+    world: World,
+    process: SimulatedProcess,
+    machine: SimulatedMachine,
+    run: str,
+    *,
+    raise_floor: bool = False,
+) -> Publisher:
+    """The real one."""
+    return Publisher(
+        world.store(process), run, files=machine.files(process), clock=world.clock(), rng=world.random,
+        nonce=world.nonce, run_blocking=world.loop.run_blocking,
+        retry=Retry(attempts=5, first=0.5, cap=10.0, deadline=90.0), producer={"name": process.name},
+        raise_floor=raise_floor,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A trainer's checkpoint, saved when ``number`` was the newest version, with that one's weights."""
+
+    number: int
+    state: str
+
+
 class SimulatedTrainer:
     """Trains until the head is at ``versions``, then stops; a supervisor starts it again when it dies.
 
     ``full_rate``: how often it publishes a full where a delta would do; ``impatience``: how often it gives
     up on a publish at some moment. ``changes``: the tensors that a step changes, all by default. ``fenced``
-    is set when another writer took the run: it publishes nothing more.
+    is set when another writer took the run: it publishes nothing more, unless its supervisor starts it again
+    all the same, ``stubborn`` times. ``save_rate``: how often a version is saved; it resumes from the last
+    one, ``saved``, and from the head's weights when none was. ``refused`` are claims of a version that a
+    rollback gave up; then an operator takes ``saved`` away.
     """
 
     def __init__(
@@ -36,6 +65,8 @@ class SimulatedTrainer:
         versions: int,
         full_rate: float = 0.1,
         impatience: float = 0.0,
+        save_rate: float = 0.0,
+        stubborn: int = 0,
     ) -> None:
         self.world = world
         self.name = name
@@ -43,7 +74,12 @@ class SimulatedTrainer:
         self.versions = versions
         self.full_rate = full_rate
         self.impatience = impatience
+        self.save_rate = save_rate
+        self.stubborn = stubborn
+        self.saved: Saved | None = None
+        self.refused: list[ClaimRefused] = []
         self.changes: list[str] | None = None
+        self.raise_floor = False
         self.fenced: Fenced | None = None
         self.machine: SimulatedMachine = world.machine(name)
         self.process: SimulatedProcess | None = None
@@ -67,40 +103,49 @@ class SimulatedTrainer:
             await asyncio.sleep(self.world.timing.restart * self.world.random.random())
 
     async def _live(self, process: SimulatedProcess) -> None:
-        publisher = self.publisher(process)
+        publisher = publisher_of(
+            self.world, process, self.machine, self.run, raise_floor=self.raise_floor
+        )  # fmt: skip
         files = self.machine.files(process)
         while not self.done.is_set():
             try:
-                head = await publisher.claim(Boot(str(BOOT), self.world.judge.boot_state))
-                await self._train(publisher, files, head)
+                head = await self._claim(publisher)
+                state = self.saved.state if self.saved else head.state
+                await self._train(publisher, files, state)
             except Fenced as fenced:
                 self.fenced = fenced
+                self.stubborn -= 1
                 self.world.trace.add(f"{process.name}: fenced")
-                self.done.set()
+                if self.stubborn < 0:
+                    self.done.set()
+                await asyncio.sleep(self.world.timing.restart)
             except (PublishError, StoreError) as error:
                 self.world.trace.add(f"{process.name}: {type(error).__name__}: {error}")
                 await asyncio.sleep(self.world.timing.restart)
 
-    def publisher(self, process: SimulatedProcess) -> Publisher:
-        """The real one."""
-        world = self.world
-        return Publisher(
-            world.store(process), self.run, files=self.machine.files(process), clock=world.clock(),
-            rng=world.random, nonce=world.nonce, run_blocking=world.loop.run_blocking,
-            retry=Retry(attempts=5, first=0.5, cap=10.0, deadline=90.0),
-            producer={"name": process.name},
-        )  # fmt: skip
+    async def _claim(self, publisher: Publisher) -> Manifest:
+        boot, saved = Boot(str(BOOT), self.world.judge.boot_state), self.saved
+        if saved is None:
+            return await publisher.claim(boot)
+        try:
+            return await publisher.claim(boot, resume=saved.state, saved=saved.number)
+        except ClaimRefused as refused:
+            if "gave up" in str(refused):
+                self.refused.append(refused)
+                self.saved = None
+            raise
 
-    async def _train(self, publisher: Publisher, files: Files, head: Manifest) -> None:
-        """From the head's weights, as a checkpoint that was saved with it has them."""
-        weights = self.world.weights[head.state]
+    async def _train(self, publisher: Publisher, files: Files, state: str) -> None:
+        """From weights of that state, as a checkpoint that was saved with them has them."""
+        weights = self.world.weights[state]
         encoder = DeltaEncoder(weights)
+        below_floor = not publisher.builds_on(state)
         while publisher.head.number < self.versions:
             await asyncio.sleep(self.world.timing.train * self.world.random.uniform(0.2, 1.8))
             weights = self.world.trained(weights, self.changes)
             number = publisher.reserve()
             try:
-                payload = self._encode(encoder, weights, files, number)
+                payload = self._encode(encoder, weights, files, number, below_floor)
                 # Now and then a caller loses patience, at whatever point.
                 impatient = self.world.random.random() < self.impatience
                 async with asyncio.timeout(self.world.random.uniform(0, 30) if impatient else None):
@@ -118,13 +163,18 @@ class SimulatedTrainer:
                     encoder.commit()
                 else:
                     encoder = DeltaEncoder(weights)
+                below_floor = False
+                if self.world.random.random() < self.save_rate:
+                    self.saved = Saved(number, payload.state)
         self.done.set()
 
-    def _encode(self, encoder: DeltaEncoder, weights: Weights, files: Files, number: int) -> Payload:
+    def _encode(
+        self, encoder: DeltaEncoder, weights: Weights, files: Files, number: int, below_floor: bool
+    ) -> Payload:
         directory = WORK / f"v{number}"
         files.remove_tree(directory)
         files.make_dirs(directory)
-        if self.world.random.random() < self.full_rate:
+        if self.world.random.random() < self.full_rate or below_floor:
             write_checkpoint(directory, files, weights, shards=2)
             return Payload("full", self.world.know(weights), directory, tuple(files.list(directory)))
         delta = encoder.encode(weights, directory, files, number=number, base_number=number - 1)
