@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from stitch_core import publisher
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
+from stitch_core.manifest import Manifest
 from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
 from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
@@ -18,6 +20,7 @@ from stitch_core.replica.activation import Activator
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.report import Checker
+from stitch_core.rollback import Rollback
 from stitch_core.testing import sim_replica
 from stitch_core.testing.sim_engine import SimulatedEngineClient
 from stitch_core.testing.sim_world import World
@@ -175,9 +178,42 @@ def keeps_the_base_of_a_failed_publish(self: DeltaEncoder) -> None:
     pass
 
 
+@method(Publisher, "_check_saved")
+def resumes_in_what_was_given_up(self: Publisher, saved: int | None, head: Head) -> None:
+    pass
+
+
+def forgets_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed = Head.claimed
+
+    def broken(self: Head, writer: str, time: float) -> Head:
+        return replace(claimed(self, writer, time), abandoned=())
+
+    monkeypatch.setattr(Head, "claimed", broken)
+
+
+def rolls_back_to_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    goal = Rollback._goal
+
+    async def broken(self: Rollback, newest: Manifest, number: int) -> Manifest:
+        return await goal(self, newest, number + (number + 1 < newest.number))
+
+    monkeypatch.setattr(Rollback, "_goal", broken)
+
+
+def gives_up_nothing_before_it_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Head, "taken_back", lambda self, to: self)
+
+
+@method(Publisher, "builds_on")
+def builds_on_anything(self: Publisher, state: str) -> bool:
+    return True
+
+
 WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
+GIVEN_UP = {"truth: what was given up stays so"}
 PAUSE = "short pause: nothing but the copy"
 ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
 
@@ -203,6 +239,11 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (moves_the_head_without_a_condition, "anything", CHAIN),
         (claims_without_an_epoch, "anything", {"truth: a claim changes nothing"}),
         (claims_with_an_old_nonce, "c07", {"truth: a claim is new"}),
+        (resumes_in_what_was_given_up, "c35", {"scenario: it goes on", "scenario: c35"}),
+        (forgets_what_was_given_up, "c35", GIVEN_UP),
+        (gives_up_nothing_before_it_uploads, "c35", GIVEN_UP),
+        (rolls_back_to_another_version, "r02", {"truth: a rollback has the weights that it names"}),
+        (builds_on_anything, "r05", {"durable: it can be reached", "scenario: r05"}),
         (keeps_the_base_of_a_failed_publish, "c05", ARRIVES | {"scenario: it goes on", "scenario: c05"}),
     ],
 )
