@@ -26,13 +26,17 @@ class Broken(AssertionError):
 
 
 class Judge:
-    """``boot_state`` is version 0's; ``states`` are all weights that some trainer has had."""
+    """``boot_state`` is version 0's; ``states`` are all weights that some trainer has had.
+
+    ``brought_back``: runs and versions that somebody goes back to, also where a rollback gave them up.
+    """
 
     def __init__(self, bucket: SimulatedBucket, boot_state: str) -> None:
         self.boot_state = boot_state
         self.states = {boot_state}
         self.versions: dict[PolicyVersion, Manifest] = {}
         self.heads: dict[str, Head] = {}
+        self.brought_back: set[tuple[str, int]] = set()
         self.answered = 0
         self.spanning = 0
         self.refused: dict[str, int] = {}
@@ -76,15 +80,39 @@ class Judge:
                 self.broken("truth: a claim changes nothing", f"{who}: {before} -> {head}")
             if head.writer == before.writer:
                 self.broken("truth: a claim is new", f"{who}: {head}")
+            self._check_given_up(run, before, head, who)
         else:
             if head.number < before.number or (head.epoch, head.writer) != (before.epoch, before.writer):
                 self.broken("truth: one writer, upwards", f"{who}: {before} -> {head}")
             if manifest.parent is None or manifest.parent.digest != before.digest:
                 self.broken("truth: one chain", f"{who}: {head.key} does not follow {before.key}")
+            if head.abandoned != before.abandoned:
+                self.broken("truth: what was given up stays so", f"{who}: {before} -> {head}")
+            self._check_rollback(manifest, head, who)
         version = manifest.version
         if self.versions.setdefault(version, manifest).digest() != manifest.digest():
             self.broken("truth: a version means one set of weights", f"{who}: {version} is two manifests")
         self.heads[run] = head
+
+    def _check_given_up(self, run: str, before: Head, head: Head, who: str) -> None:
+        """A claim carries on what was given up; only what somebody goes back to is not any more."""
+        for first, last in before.abandoned:
+            for number in range(first, last + 1):
+                if head.abandoned_range(number) is None and (run, number) not in self.brought_back:
+                    self.broken("truth: what was given up stays so", f"{who}: {number}: {before} -> {head}")
+        if head.abandoned and head.abandoned[-1][1] > head.number:
+            self.broken("truth: only what there is is given up", f"{who}: {head}")
+
+    def _check_rollback(self, manifest: Manifest, head: Head, who: str) -> None:
+        rollback = manifest.metadata.get("rollback")
+        if rollback is None:
+            return
+        goal = self.versions.get(PolicyVersion(manifest.run, rollback["to"]))
+        if goal is None or goal.state != manifest.state:
+            self.broken("truth: a rollback has the weights that it names", f"{who}: {manifest.version}")
+        given_up = range(rollback["to"] + 1, manifest.history[0].number + 1)
+        if any(head.abandoned_range(number) is None for number in given_up):
+            self.broken("truth: what was given up stays so", f"{who}: {manifest.version} {head}")
 
     def _named(self, run: str, head: Head, who: str) -> Manifest:
         """The manifest that a head names: all there, and reachable from what a new replica has."""
