@@ -24,12 +24,14 @@ from .sim_found import FOUND
 from .sim_judge import Broken
 from .sim_random import anything
 from .sim_replica_cases import REPLICA_CASES
+from .sim_rollback_cases import ROLLBACK_CASES
 from .sim_world import World
 
 Scenario = Callable[[World], Awaitable[None]]
 
 SCENARIOS: dict[str, Scenario] = {
-    scenario.__name__.split("_")[0]: scenario for scenario in (anything, *CASES, *REPLICA_CASES, *FOUND)
+    scenario.__name__.split("_")[0]: scenario
+    for scenario in (anything, *CASES, *REPLICA_CASES, *ROLLBACK_CASES, *FOUND)
 }
 
 
