@@ -27,16 +27,15 @@ PREFIX = "base-"
 def base_row(head: Manifest, saved: int | None) -> Row | None:
     """The version to build on; None is version 0, the boot checkpoint.
 
-    Where that is below the floor, it is the version that the trainer's checkpoint was saved at, from which
-    its weights have moved least, or else the floor.
+    Where that is below the floor it is the floor or the head, whichever is nearer to the version that the
+    trainer's checkpoint was saved at. Those two are always reached without what is below the floor; another
+    version may hang on what was collected.
     """
-    floor = head.floor or head.row()
+    floor, newest = head.floor or head.row(), head.row()
     if floor.number == 0:
         return None
-    for row in (head.row(), *head.history):
-        if row.number == saved and row.number >= floor.number:
-            return row
-    return floor
+    near = saved is not None and newest.number - saved < saved - floor.number
+    return newest if near else floor
 
 
 class BaseCheckout:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..anchors import Anchors
 from ..checkpoint import Checkpoint, CheckpointError
 from ..manifest import Manifest
-from ..ports import Files, Store, StoreError
-from ..records import RecordRefused, upload_full
+from ..ports import Files, Store, StoreError, SystemClock
+from ..records import RecordRefused
 from ..retry import Retry
 from ..stores.bounded import BoundedStore
 
@@ -39,9 +41,13 @@ class _Export:
 class Exports:
     """Used on rank 0. Hashes and uploads in a thread of its own; a failure costs only the anchor."""
 
-    def __init__(self, open_store: Callable[[], Store], files: Files, policy: Retry) -> None:
-        """No I/O yet."""
+    def __init__(
+        self, open_store: Callable[[], Store], files: Files, policy: Retry, every: int | None = None
+    ) -> None:
+        """No I/O yet. ``every``: versions between two fulls, whoever uploads them; None takes every export."""
         self._open, self._files, self._policy = open_store, files, policy
+        self._every = every or 1
+        self._name = f"export-{secrets.token_hex(4)}"
         self._thread = ThreadPoolExecutor(1, "stitch-exports")
         self._waiting: list[_Export] = []
         self._published: list[Manifest] = []
@@ -96,17 +102,20 @@ class Exports:
     def _upload(self, manifest: Manifest, export: _Export) -> None:
         async def upload() -> None:
             store = BoundedStore(self._open(), STORE_SECONDS)
+            anchors = Anchors(
+                store, self._name, every=self._every, clock=SystemClock(), rng=random.Random(),
+                run_blocking=asyncio.to_thread, policy=self._policy,
+            )  # fmt: skip
             try:
-                record, new = await upload_full(
-                    store, manifest, export.directory, self._files, rng=random.Random(),
-                    run_blocking=asyncio.to_thread, policy=self._policy,
-                )  # fmt: skip
+                if not await anchors.due(manifest):
+                    return
+                done = await anchors.anchor(manifest, export.directory, self._files)
             finally:
                 await store.close()
-            if new:
+            if done.record is not None and done.new:
                 logger.info(
                     "the export in %s is a full of %s now (%d bytes)", export.directory, manifest.version,
-                    record.representation.bytes,
+                    done.record.representation.bytes,
                 )  # fmt: skip
 
         asyncio.run(upload())

@@ -73,10 +73,11 @@ class Trainer:
     def exported(self, directory: Path) -> None:
         """On rank 0: the framework has exported a checkpoint."""
         if self._exports is None:
-            url = self.settings.store
+            settings = self.settings
             self._exports = Exports(
-                lambda: open_store(url), self.files, Retry(attempts=None, deadline=self.settings.patience)
-            )
+                lambda: open_store(settings.store), self.files,
+                Retry(attempts=None, deadline=settings.patience), settings.anchor_every,
+            )  # fmt: skip
         self._exports.saved(directory)
 
     def _published(self, manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ..host_checkpoint import HostCheckpoint
 from ..lineage import Plan
 from ..manifest import Manifest, PayloadFile
 from ..ports import Files, Store, SystemClock
+from ..replica.anchoring import ReplicaAnchors
 from ..replica.staging import Stager
 from ..retry import Retry
 from ..scratch import own_directory
@@ -32,8 +34,17 @@ Changed = dict[str, tuple[str, str]]
 class Prover:
     """Holds one copy of the model under ``work``, in a directory of this process. One call at a time."""
 
-    def __init__(self, store: Store, boot: Path, work: Path, files: Files, policy: Retry) -> None:
-        """``boot`` is the checkpoint that is version 0."""
+    def __init__(
+        self,
+        store: Store,
+        boot: Path,
+        work: Path,
+        files: Files,
+        policy: Retry,
+        anchor_every: int | None = None,
+    ) -> None:
+        """``boot`` is the checkpoint that is version 0; every ``anchor_every`` versions the copy becomes a
+        full, uploaded behind the publishes."""
         self._store, self._files, self._policy = store, files, policy
         self._held = contextlib.ExitStack()
         root = self._held.enter_context(own_directory(work, files))
@@ -44,6 +55,9 @@ class Prover:
         self._stager = Stager(
             store, self._chain, self._host, boot, files=files, clock=SystemClock(), rng=random.Random(),
             run_blocking=asyncio.to_thread, activity=lambda _: None,
+        )  # fmt: skip
+        self._anchors = None if anchor_every is None else ReplicaAnchors.of(
+            store, f"prover-{secrets.token_hex(4)}", anchor_every, root / "scratch", asyncio.to_thread
         )  # fmt: skip
 
     async def prove(
@@ -58,6 +72,7 @@ class Prover:
             found = await self._chain.find(head, lambda row: row.state == base)
             if found is None:
                 raise DeltaError(f"{base} is the state of no version of run {head.run}")
+            await self._make_way()
             await self._stager.stage(found)
         await asyncio.to_thread(self._files.remove_tree, self._fetched)
         await asyncio.to_thread(self._files.make_dirs, self._fetched)
@@ -75,10 +90,20 @@ class Prover:
 
     async def published(self, manifest: Manifest) -> None:
         """The head names what was proven last: the copy becomes that version."""
+        await self._make_way()
         plan = Plan(manifest, manifest.representation.base, None, (manifest,))
         await asyncio.to_thread(self._host.apply, plan, lambda _: self._fetched)
         await asyncio.to_thread(self._files.remove_tree, self._fetched)
 
-    def close(self) -> None:
+        if self._anchors is not None:
+            self._anchors.staged(manifest, self._host.directory)
+
+    async def _make_way(self) -> None:
+        if self._anchors is not None:
+            await self._anchors.make_way()
+
+    async def close(self) -> None:
         """Remove the copy."""
-        self._held.close()
+        if self._anchors is not None:
+            await self._anchors.close()
+        await asyncio.to_thread(self._held.close)

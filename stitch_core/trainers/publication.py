@@ -206,7 +206,7 @@ class GroupPublisher:
     def close(self) -> None:
         """Let go of the store. Nothing may be running."""
         if self._prover is not None:
-            self._prover.close()
+            self._loop.run(self._prover.close())
         self._loop.run(self._store.close())
         self._loop.close()
 
@@ -220,6 +220,7 @@ class GroupPublisher:
             self._store, settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=self._producer,
             retry=self._retry, swap_deadline=settings.patience, alone=settings.alone,
+            raise_floor=True,
         )  # fmt: skip
         number = None if record is None else record.version
         boot = Boot(str(settings.boot), state_digest(self._boot))
@@ -278,7 +279,9 @@ class GroupPublisher:
         """The prover, if the settings ask for proofs."""
         if self.settings.prove and self._prover is None:
             settings = self.settings
-            self._prover = Prover(self._store, settings.boot, settings.work, self._files, self._retry)
+            self._prover = Prover(
+                self._store, settings.boot, settings.work, self._files, self._retry, settings.anchor_every
+            )
         return self._prover
 
     @property

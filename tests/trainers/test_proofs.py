@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,31 @@ def test_proofs_go_on_after_a_failure_behind_the_step_and_on_resume(world: World
     assert rebuilt(world, 5) == plain(world.tensors)
 
 
+def test_the_proven_copy_becomes_a_full_every_so_many_versions_and_the_floor_rises(world: World) -> None:
+    made = world.publisher(Solo(), prove=True, anchor_every=2)
+    made.claim()
+    delta = OwnDelta(made, FILES)
+    for number in range(1, 4):
+        delta.publish(world.learn())
+        deadline = time.monotonic() + 20
+        while number == 2 and not fulls(world) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    made.close()
+    assert fulls(world) == [2]
+    floor = versions(world)[3].floor
+    assert floor is not None
+    assert floor.number == 2
+    again = own(world, Solo())  # from below the floor
+    assert again.publish(world.learn()) == 4
+    assert rebuilt(world, 4) == plain(world.tensors)
+    assert FILES.list(world.root / "work") == ["updates"]
+
+
 # ----------------------------------------------------------------------------------------------- exports
 
 
-def exports(world: World) -> Exports:
-    return Exports(world.store, FILES, Retry(attempts=1))
+def exports(world: World, every: int | None = None) -> Exports:
+    return Exports(world.store, FILES, Retry(attempts=1), every)
 
 
 def fulls(world: World) -> list[int]:
@@ -143,6 +164,17 @@ def test_an_export_becomes_a_full_of_the_version_that_it_is(world: World) -> Non
     delta.publish(world.learn())
     made.close()
     assert fulls(world) == [2]
+
+
+def test_exports_between_two_anchors_are_left(world: World) -> None:
+    delta, made = own(world, Solo()), exports(world, every=2)
+    delta._publisher.on_published = made.published
+    for number in range(1, 5):
+        write_checkpoint(world.root / f"export-{number}", FILES, world.learn())
+        made.saved(world.root / f"export-{number}")
+        delta.publish(world.tensors)
+    made.close()
+    assert fulls(world) == [2, 4]
 
 
 def test_an_export_of_what_is_published_already(world: World) -> None:

@@ -131,8 +131,8 @@ def test_a_stock_trainer_resumes_above_a_raised_floor(world: World) -> None:
     assert not [name for name in FILES.list(world.root / "work") if "base-" in name]
 
 
-@pytest.mark.parametrize(("saved_at", "base"), [(2, 3), (3, 3), (5, 5), (None, 3)])
-def test_it_builds_on_the_saved_version_or_else_on_the_floor(
+@pytest.mark.parametrize(("saved_at", "base"), [(2, 3), (3, 3), (4, 3), (5, 6), (6, 6), (None, 3)])
+def test_it_builds_on_the_floor_or_the_head_whichever_is_nearer(
     world: World, saved_at: int | None, base: int
 ) -> None:
     publish_own(world, 1, 2)
