@@ -44,7 +44,7 @@ class Exports:
     def __init__(
         self, open_store: Callable[[], Store], files: Files, policy: Retry, every: int | None = None
     ) -> None:
-        """No I/O yet. ``every``: versions between two fulls, whoever uploads them; None takes every export."""
+        """No I/O yet. ``every``: versions between two fulls, whoever uploads them; None takes each export."""
         self._open, self._files, self._policy = open_store, files, policy
         self._every = every or 1
         self._name = f"export-{secrets.token_hex(4)}"
