@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stitch_core.ports import (
@@ -121,6 +121,17 @@ class S3Store:
             f"listing {self.location}{prefix}", lambda client: self._list(client, prefix)
         )
 
+    async def folders(self, prefix: str) -> builtins.list[str]:
+        """As BrowsableStore.folders: a request for every thousand of them, whatever is in them."""
+        check_prefix(prefix)
+        return await self._request(
+            f"listing {self.location}{prefix}", lambda client: self._folders(client, prefix)
+        )
+
+    async def modified(self, key: str) -> float:
+        """As BrowsableStore.modified, in whole seconds."""
+        return float((await self._head(key))["LastModified"].timestamp())
+
     async def _head(self, key: str) -> dict[str, Any]:
         return await self._request(
             f"looking at {self._name(key)}",
@@ -158,20 +169,34 @@ class S3Store:
     def _list(self, client: Any, prefix: str) -> builtins.list[Entry]:
         found = []
         below = self.location.prefix
-        more: dict[str, str] = {}
-        while True:
-            answer = client.list_objects_v2(
-                Bucket=self.location.bucket, Prefix=below + prefix, MaxKeys=self._page, **more
-            )
-            if "IsTruncated" not in answer:
-                raise Unavailable(f"listing {self.location}{prefix}: the answer is no listing")
+        for answer in self._pages(client, prefix):
             for row in answer.get("Contents", ()):
                 key = row["Key"].removeprefix(below)
                 if is_key(key) and row["Key"].startswith(below + prefix):
                     found.append(Entry(key, row["Size"]))
+        return sorted(found, key=lambda entry: entry.key)
+
+    def _folders(self, client: Any, prefix: str) -> builtins.list[str]:
+        below = self.location.prefix + prefix
+        rows = [
+            row["Prefix"]
+            for answer in self._pages(client, prefix, Delimiter="/")
+            for row in answer.get("CommonPrefixes", ())
+        ]
+        names = (row.removeprefix(below).removesuffix("/") for row in rows if row.startswith(below))
+        return sorted(name for name in names if is_key(name))
+
+    def _pages(self, client: Any, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
+        while True:
+            answer = client.list_objects_v2(
+                Bucket=self.location.bucket, Prefix=self.location.prefix + prefix, MaxKeys=self._page, **more
+            )
+            if "IsTruncated" not in answer:
+                raise Unavailable(f"listing {self.location}{prefix}: the answer is no listing")
+            yield answer
             if not answer["IsTruncated"]:
-                return sorted(found, key=lambda entry: entry.key)
-            more = {"ContinuationToken": answer["NextContinuationToken"]}
+                return
+            more["ContinuationToken"] = answer["NextContinuationToken"]
 
     # ----------------------------------------------------------------------------------------- writing
 
