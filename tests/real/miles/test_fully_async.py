@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,35 @@ def test_numbers_go_on_and_no_sample_is_trained_on_twice(
     # At each end, what is on its way or in the buffer; Miles does not ask for it again after a resume.
     lost = set(range(max(indices))) - set(indices)
     assert len(lost) <= 2 * (IN_FLIGHT + BUFFERED + BATCH)
+
+
+BOUNDS = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+from miles.rollout.fully_async_data_buffer import DataBufferConstructorInput
+from stitch_miles.buffer import StitchDataBuffer
+
+required = {"stitch_run": "r", "stitch_store": "memory:", "stitch_boot": "/boot", "rollout_batch_size": 2,
+            "async_data_buffer_capacity_factor": 2.0, "dynamic_sampling_filter_path": None}
+for strict, stock in ((None, None), (1, 1), (0, None), (2, None), (None, 3)):
+    args = SimpleNamespace(**required, stitch_max_staleness=strict, max_weight_staleness=stock)
+    try:
+        buffer = StitchDataBuffer(DataBufferConstructorInput(args, lambda group: None))
+        print(buffer._args.max_weight_staleness, args.max_weight_staleness)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_the_buffer_wants_one_bound_that_the_loop_can_keep() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BOUNDS, CHECKOUT], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    none, both, too_strict, strict, stock = done.stdout.splitlines()[-5:]
+    assert "set stitch_max_staleness or --max-weight-staleness" in none
+    assert none == both
+    assert "stitch_max_staleness must be at least 1" in too_strict
+    # Miles' own arguments stay as they are.
+    assert (strict, stock) == ("2 None", "3 3")
