@@ -7,6 +7,7 @@ trainer again cannot go on from them. Whatever fails or dies, the same rollback 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,8 @@ from .delta.merge import Changed, compose, merge_deltas, prove_merged
 from .delta.wire import DeltaError
 from .head import Head
 from .host_checkpoint import HostCheckpoint, HostCheckpointError
-from .lineage import NoPlan, Source, cheapest_plan
-from .manifest import Manifest
+from .lineage import REVERSIBLE, NoPlan, Source, cheapest_plan
+from .manifest import Manifest, floor_number
 from .payload import Payload
 from .ports import Clock, Files, NotFound, RunBlocking, Store
 from .publisher import Publisher, PublishError
@@ -159,8 +160,7 @@ class Rollback:
 
     async def _delta(self, newest: Manifest, goal: Manifest, known: _Known | None) -> tuple[Payload, str]:
         deltas = await self._path(newest, goal)
-        changed = compose(deltas)
-        proof = await self._prove_table(newest, goal, changed, known)
+        encoding = deltas[0].representation.encoding if deltas else "xor"
         self.say(f"merging {len(deltas)} deltas")
         directories = {delta.digest(): await self._fetch(delta) for delta in deltas}
         path = self.work / "merged"
@@ -171,28 +171,33 @@ class Rollback:
                 number=newest.number + 1, base_number=newest.number,
             )
         )  # fmt: skip
+        proof = await self._prove_table(newest, goal, merged.changed, known)
         if known is not None and known.manifest.state in (newest.state, goal.state):
             proof = "bytes"
             await self.run_blocking(lambda: prove_merged(
                 DeltaDirectory.open(path, self.files), merged.changed, known.checkpoint, known.table
             ))  # fmt: skip
-        payload = Payload("delta", goal.state, path, merged.files, newest.state, "xor", merged.changed)
+        payload = Payload("delta", goal.state, path, merged.files, newest.state, encoding, merged.changed)
         return payload, proof
 
     async def _path(self, newest: Manifest, goal: Manifest) -> tuple[Source, ...]:
-        """XOR deltas from the head's state to the goal's, in either direction; NoPlan."""
-        floor = newest.floor.number if newest.floor else newest.number
+        """Deltas of one encoding from the head's state to the goal's, in either direction; NoPlan."""
+        floor = floor_number(newest)
         for lowest in sorted({goal.number, min(goal.number, floor)}, reverse=True):
             chain = await self._chain.back_to(newest, number=lowest, above_floor=False)
-            try:
-                return cheapest_plan(goal, [m for m in chain if _is_xor(m)], {newest.state}).deltas
-            except NoPlan:
-                stops = [m for m in chain if m.number > goal.number and not _is_xor(m)]
-        if not stops:
-            raise NoPlan(f"the deltas between version {goal.number} and the head do not meet")
-        how = stops[-1].representation
-        what = how.kind if how.kind != "delta" else f"delta in {how.encoding}, which goes forward only"
-        raise NoPlan(f"version {stops[-1].number}, on the way back, is a {what}")
+            for encoding in sorted(REVERSIBLE, reverse=True):
+                with contextlib.suppress(NoPlan):
+                    deltas = [m for m in chain if m.representation.encoding == encoding]
+                    return cheapest_plan(goal, deltas, {newest.state}).deltas
+        above = [m.representation for m in chain if m.number > goal.number]
+        stops = [m for m in chain if m.number > goal.number and m.representation.encoding not in REVERSIBLE]
+        if stops:
+            how = stops[-1].representation
+            what = how.kind if how.kind != "delta" else f"delta in {how.encoding}, which goes forward only"
+            raise NoPlan(f"version {stops[-1].number}, on the way back, is a {what}")
+        if len({how.encoding for how in above}) > 1:
+            raise NoPlan("deltas of two encodings are on the way back, and they do not merge")
+        raise NoPlan(f"the deltas between version {goal.number} and the head do not meet")
 
     async def _fetch(self, source: Source) -> Path:
         """The files of one delta, verified."""
@@ -216,7 +221,8 @@ class Rollback:
         back = {name: (new, old) for name, (old, new) in changed.items()}
         for near, far, step in ((newest, goal, changed), (goal, newest, back)):
             try:
-                deltas = [m for m in chain if m.representation.kind == "delta"]
+                # What a sparse delta changes is said by its files alone.
+                deltas = [m for m in chain if m.representation.encoding not in (None, "sparse")]
                 way = cheapest_plan(near, deltas, {known.manifest.state}).deltas
             except NoPlan:
                 continue
@@ -262,10 +268,6 @@ def _is_done(head: Head, newest: Manifest, goal: Manifest) -> bool:
     between = newest.history[0].number
     given_up = head.abandoned_range(between)
     return given_up is not None and given_up[0] == goal.number + 1 and given_up[1] < newest.number
-
-
-def _is_xor(manifest: Manifest) -> bool:
-    return manifest.representation.encoding == "xor"
 
 
 def _after(table: TensorTable, changed: Changed) -> dict[str, TensorInfo]:

@@ -13,6 +13,7 @@ import pytest
 from stitch_core.chain import ChainReader
 from stitch_core.delta import overwrite
 from stitch_core.delta.directory import write_delta
+from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.head import Head
 from stitch_core.manifest import Manifest
 from stitch_core.payload import Payload
@@ -103,6 +104,36 @@ async def test_deltas_are_merged_into_one(trainer: Trainer, to: int) -> None:
     assert (head.number, head.abandoned) == (7, ((to + 1, 6),))
     # Its own bytes: what is above its floor is all that it needs.
     assert [m.number for m in await check_chain(trainer, store)] == list(range(8))
+
+
+@pytest.mark.parametrize("which", [None, 0, 2, 5])
+async def test_sparse_deltas_are_merged_into_a_sparse_one(trainer: Trainer, which: int | None) -> None:
+    store = MemoryStore()
+    trainer.encoder = DeltaEncoder(trainer.tensors, "sparse")
+    chain = await published(trainer, store, 5)
+    assert chain[1].representation.encoding == "sparse"
+    checkpoint = None if which is None else export(trainer, chain[which], "export")
+    done = await roll_back(trainer, store, 2, checkpoint)
+    representation = done.manifest.representation
+    assert (representation.kind, representation.encoding) == ("delta", "sparse")
+    assert (done.manifest.state, representation.base) == (chain[2].state, chain[5].state)
+    assert done.proof == ("bytes" if which in (2, 5) else "manifests")
+    await check_chain(trainer, store)
+
+
+async def test_deltas_of_two_encodings_do_not_merge(trainer: Trainer) -> None:
+    store = MemoryStore()
+    chain = await published(trainer, store, 3)
+    publisher = trainer.publisher(store)
+    await publisher.claim(trainer.version0)
+    trainer.encoder = DeltaEncoder(trainer.tensors, "sparse")
+    chain.append(await trainer.publish(publisher))
+    with pytest.raises(RollbackRefused, match="deltas of two encodings are on the way back"):
+        await roll_back(trainer, store, 2)
+    done = await roll_back(trainer, store, 2, trainer.boot)
+    assert (done.manifest.representation.kind, done.manifest.state) == ("full", chain[2].state)
+    assert (await roll_back(trainer, store, 3, trainer.boot)).manifest.state == chain[3].state
+    await check_chain(trainer, store)
 
 
 async def test_the_trainer_is_fenced_and_goes_on_only_from_before(trainer: Trainer) -> None:
