@@ -17,6 +17,12 @@ from tests.cli.commands import Shell
 from tests.small_run import FILES
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here cuts the power, and syncing takes most of their time."""
+    monkeypatch.setattr(PosixFiles, "sync", lambda self, path: None)
+
+
 @pytest.fixture
 def run(shell: Shell) -> Shell:
     """A run of a full, a delta and a delta: versions 1 to 3, followed by channel ``latest``."""
