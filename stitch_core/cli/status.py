@@ -95,6 +95,7 @@ async def _run(store: Store, name: str) -> dict[str, Any]:
     return {
         "run": name, "head": head.number, "epoch": head.epoch, "writer": head.writer[:8], "moved": head.time,
         "state": manifest.state, "floor": manifest.floor.number if manifest.floor else manifest.number,
+        "given_up": [list(pair) for pair in head.abandoned],
     }  # fmt: skip
 
 
@@ -121,6 +122,10 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
         [(r["run"], r.get("head"), r.get("epoch"), r.get("moved") and age_text(r["moved"]), r.get("floor"),
           r.get("error") or (r.get("state") or "")[7:19]) for r in result["runs"]],
     )]  # fmt: skip
+    parts += [
+        f"run {r['run']}: versions {first} to {last} were given up by a rollback"
+        for r in result["runs"] for first, last in r.get("given_up", ())
+    ]  # fmt: skip
     if result.get("channels"):
         parts.append(table(
             ("channel", "run", "version"),

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..chain import ChainReader, NoHead
+from ..legacy import legacy_pointer
 from ..manifest import Manifest
 from ..versions import check_run_id
 from .common import (
@@ -44,7 +45,8 @@ async def run(options: argparse.Namespace) -> int:
         try:
             head, _ = await reader.head(options.run_id)
         except NoHead as error:
-            raise UsageError(str(error)) from None
+            legacy = await legacy_pointer(store)
+            raise UsageError(f"{error}" + (f"; {legacy}" if legacy is not None else "")) from None
         newest = await reader.manifest(options.run_id, head)
         before = options.before
         first = newest if before is None else await reader.find(newest, lambda row: row.number < before)
@@ -52,11 +54,15 @@ async def run(options: argparse.Namespace) -> int:
         while chain and len(chain) < options.limit and chain[-1].history:
             rows_left = chain[-1].history[: options.limit - len(chain)]
             chain += (await reader.back_to(chain[-1], number=rows_left[-1].number, above_floor=False))[1:]
-        rows = [describe(manifest) for manifest in chain]
+        rows = [
+            {**describe(manifest), "given_up": head.abandoned_range(manifest.number) is not None}
+            for manifest in chain
+        ]
     emit(rows, options.json, lambda: table(
         ("version", "kind", "files", "size", "tensors", "step", "epoch", "published", "state"),
-        [(r["version"], r["kind"], r["files"], size_text(r["bytes"]), r["tensors"], r["step"], r["epoch"],
-          age_text(r["time"]), r["state"][7:19]) for r in rows],
+        [(r["version"], r["kind"] + (", given up" if r["given_up"] else ""), r["files"],
+          size_text(r["bytes"]), r["tensors"], r["step"], r["epoch"], age_text(r["time"]), r["state"][7:19])
+         for r in rows],
     ))  # fmt: skip
     return 0
 

@@ -53,6 +53,38 @@ def test_rollback(run: Shell) -> None:
     assert run.head() == (5, 6)
 
 
+def test_what_was_given_up_is_shown(run: Shell) -> None:
+    stitch(run, "rollback", "--run", "r", "--to", 2)
+    assert stitch(run, "status", "--json").json["runs"][0]["given_up"] == [[3, 4]]
+    assert "run r: versions 3 to 4 were given up by a rollback" in stitch(run, "status").out
+    rows = stitch(run, "versions", "--run", "r", "--json").json
+    assert [row["number"] for row in rows if row["given_up"]] == [4, 3]
+    assert stitch(run, "versions", "--run", "r").out.count("delta, given up") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("old/weight_v000007", "latest is the pointer of the public reference, at version 7 of old"),
+        ("weight_v000007\n", "at version 7 of a run that it does not name, in updates/weight_v000007"),
+        ("../weight_v000007", "latest says '../weight_v000007', which is no version of the public reference"),
+        ("\ufffd", "which is no version of the public reference"),
+    ],
+)
+def test_c02_the_pointer_of_the_public_reference_is_read_and_never_moved(
+    shell: Shell, text: str, said: str
+) -> None:
+    pointer = shell.root / "store" / "latest"
+    pointer.parent.mkdir()
+    pointer.write_text(text)
+    complaint = stitch(shell, "versions", "--run", "old").complaint
+    assert "run old has no head yet" in complaint
+    assert said in complaint
+    assert said in stitch(shell, "status").err
+    assert shell.claim("--channel", "latest", run="old").code == 0
+    assert pointer.read_text() == text
+
+
 def test_rollback_proven_by_a_checkpoint(run: Shell) -> None:
     work = run.root / "work"
     said = stitch(
