@@ -15,7 +15,7 @@ from .chain import ChainReader
 from .checkpoint import Checkpoint, CheckpointError
 from .host_checkpoint import HostCheckpoint
 from .lineage import NoPlan
-from .manifest import Manifest
+from .manifest import Manifest, Row
 from .ports import Clock, Files, NotFound, RunBlocking, Store, SystemClock
 from .replica.staging import Stager
 
@@ -92,3 +92,17 @@ def _put(built: Path, directory: Path, building: Path, files: Files) -> None:
     files.rename(built, directory)
     files.sync(directory.parent)
     files.remove_tree(building)
+
+
+def base_row(head: Manifest, saved: int | None) -> Row | None:
+    """The version that a trainer's next delta is to build on; None is version 0, the boot checkpoint.
+
+    Where that is below the floor it is the floor or the head, whichever is nearer to the version that the
+    trainer's checkpoint was saved at. Those two are always reached without what is below the floor; another
+    version may hang on what was collected.
+    """
+    floor, newest = head.floor or head.row(), head.row()
+    if floor.number == 0:
+        return None
+    near = saved is not None and newest.number - saved < saved - floor.number
+    return newest if near else floor

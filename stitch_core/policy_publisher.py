@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkout import base_row, checkout
 from .checkpoint import Checkpoint
 from .delta.encoder import DeltaEncoder, EncodedDelta
 from .files import PosixFiles
@@ -61,6 +62,8 @@ class PolicyPublisher:
         *,
         producer: Mapping[str, Any],
         encoding: str = "xor",
+        saved: int | None = None,
+        override: bool = False,
     ) -> None:
         """See ``start``."""
         self._files, self._clock = PosixFiles(), SystemClock()
@@ -71,7 +74,11 @@ class PolicyPublisher:
         self._work = self._held.enter_context(own_directory(work, self._files))
         self._loop = LoopThread("stitch-publish")
         try:
-            self._publisher = self._loop.run(self._claim(open_store, run, str(boot), producer))
+            claiming = self._claim(open_store, run, boot, producer, saved, override)
+            self._publisher, base = self._loop.run(claiming)
+            if base is not None:
+                self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(base, self._files), encoding)
+                self._files.remove_tree(base)
         except BaseException:
             self._end_thread()
             raise
@@ -88,15 +95,23 @@ class PolicyPublisher:
         *,
         producer: Mapping[str, Any] | None = None,
         encoding: str = "xor",
+        saved: int | None = None,
+        override: bool = False,
     ) -> PolicyPublisher:
         """Claim ``run`` in the store at URL ``store``.
 
-        ``boot`` is the HF checkpoint directory that is version 0, and from which the trainer starts;
-        ``work`` is scratch space for deltas; ``encoding`` "xor", which stock receivers read, or "sparse",
-        half as large. Raises PublishError (ClaimRefused when ``boot`` is not the
-        run's version 0, or the run has gone on from it), CheckpointError, StoreError, FormatError.
+        ``boot`` is the HF checkpoint directory that is version 0; ``work`` is scratch space for deltas;
+        ``encoding`` "xor", which stock receivers read, or "sparse", half as large. A trainer that resumes
+        says in ``saved`` at which version its checkpoint was saved, and with ``override`` that it means one
+        which a rollback gave up; what it publishes first is a delta from a version that was proven here.
+        Raises PublishError (ClaimRefused when ``boot`` is not the run's version 0, when the run has gone on
+        from it and ``saved`` is not given, or was given up), CheckpointError, StoreError, FormatError,
+        CheckoutRefused.
         """
-        return cls(lambda: open_store(store), run, boot, work, producer=producer or {}, encoding=encoding)
+        return cls(
+            lambda: open_store(store), run, boot, work, producer=producer or {}, encoding=encoding,
+            saved=saved, override=override,
+        )  # fmt: skip
 
     def __enter__(self) -> PolicyPublisher:
         return self
@@ -187,15 +202,31 @@ class PolicyPublisher:
     # ------------------------------------------------------------------- on the publishing thread's loop
 
     async def _claim(
-        self, open_store: Callable[[], Store], run: str, source: str, producer: Mapping[str, Any]
-    ) -> Publisher:
+        self,
+        open_store: Callable[[], Store],
+        run: str,
+        boot: Path,
+        producer: Mapping[str, Any],
+        saved: int | None,
+        override: bool,
+    ) -> tuple[Publisher, Path | None]:
+        """The publisher, and a checkpoint to build on where that is not ``boot``."""
         self._store = BoundedStore(open_store(), 60.0)
         publisher = Publisher(
             self._store, run, files=self._files, clock=self._clock, rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=producer,
+            raise_floor=True,
         )  # fmt: skip
-        await publisher.claim(Boot(source, self._encoder.state), resume=self._encoder.state)
-        return publisher
+        state = self._encoder.state
+        head = await publisher.claim(
+            Boot(str(boot), state), resume=state if saved is None else None, saved=saved, override=override
+        )
+        row = base_row(head, saved)
+        if row is None:
+            return publisher, None
+        base = self._work / "base"
+        await checkout(self._store, run, row.number, base, files=self._files, base=boot)
+        return publisher, base
 
     async def _reserve(self) -> int:
         return self._publisher.reserve()

@@ -22,8 +22,9 @@ from stitch_core.files import PosixFiles
 from stitch_core.policy_publisher import PolicyPublisher, Published
 from stitch_core.ports import Store, StoreError
 from stitch_core.publisher import ClaimRefused, Fenced, OutcomeUnknown, PublishError
+from stitch_core.state import state_digest
 from stitch_core.stores.memory import MemoryStore
-from stitch_core.testing.checkpoints import random_tensors, write_checkpoint
+from stitch_core.testing.checkpoints import random_tensors, table_of, write_checkpoint
 from tests.small_run import FaultyStore, Trainer, rebuild_all
 
 
@@ -271,6 +272,59 @@ def test_c07_a_trainer_that_cannot_go_on_fences_nobody(trainer: Trainer, store: 
         assert second.closed
         assert publisher.publish(trainer.learn()).result(10).number == 2
     assert numbers(store, trainer) == [0, 1, 2]
+
+
+def resumed(trainer: Trainer, store: Gated, saved: int, **more: bool) -> PolicyPublisher:
+    return PolicyPublisher(
+        lambda: store, trainer.run, trainer.boot, trainer.root / "work", producer={}, saved=saved, **more
+    )
+
+
+def test_c06_resumes_at_any_saved_version(trainer: Trainer, store: Gated) -> None:
+    weights = []
+    with started(trainer, store) as publisher:
+        for _ in range(4):
+            weights.append(trainer.learn())
+            publisher.publish(weights[-1])
+    for saved in (2, 0, 5):
+        with resumed(trainer, Gated(store.store), saved) as publisher:
+            published = publisher.publish(weights[1]).result(10)
+            assert published.manifest.state == state_digest(table_of(weights[1]))
+    assert numbers(store, trainer) == [0, 1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(ClaimRefused, match=r"saved at version 9: is this the same store\?"):
+        resumed(trainer, Gated(store.store), 9)
+
+
+def test_c06_resumes_above_a_raised_floor(trainer: Trainer, store: Gated) -> None:
+    async def full() -> str:
+        writer = trainer.publisher(store.store)
+        await writer.claim(trainer.version0)
+        return (await writer.publish(trainer.full())).state
+
+    with started(trainer, store) as publisher:
+        publisher.publish(trainer.learn())
+    floor = asyncio.run(full())
+    with resumed(trainer, Gated(store.store), 1) as publisher:
+        published = publisher.publish(trainer.learn()).result(10)
+        assert published.delta.base == floor
+    assert numbers(store, trainer) == [0, 1, 2, 3]
+    assert list((trainer.root / "work").iterdir()) == []
+
+
+def test_c35_a_version_that_a_rollback_gave_up(trainer: Trainer, store: Gated) -> None:
+    with started(trainer, store) as publisher:
+        for _ in range(3):
+            publisher.publish(trainer.learn())
+
+    async def rollback() -> None:
+        await trainer.publisher(store.store).take_back(1)
+
+    asyncio.run(rollback())
+    with pytest.raises(ClaimRefused, match="a rollback to 1 gave up the versions 2 to 3"):
+        resumed(trainer, Gated(store.store), 2)
+    with resumed(trainer, Gated(store.store), 2, override=True) as publisher:
+        assert publisher.publish(trainer.learn()).result(10).number == 4
+    assert numbers(store, trainer) == [0, 1, 2, 3, 4]
 
 
 def test_a_start_that_fails_leaves_no_thread(trainer: Trainer, tmp_path: Path) -> None:

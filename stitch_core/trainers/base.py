@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkout import CheckoutRefused, checkout
-from ..manifest import Manifest, Row
+from ..manifest import Row
 from ..ports import Files, Store, TrainerGroup
 from ..state import TensorInfo, state_digest
 from .boot import boot_table
@@ -22,20 +22,6 @@ from .receipts import host_of
 from .settings import TrainerSettings
 
 PREFIX = "base-"
-
-
-def base_row(head: Manifest, saved: int | None) -> Row | None:
-    """The version to build on; None is version 0, the boot checkpoint.
-
-    Where that is below the floor it is the floor or the head, whichever is nearer to the version that the
-    trainer's checkpoint was saved at. Those two are always reached without what is below the floor; another
-    version may hang on what was collected.
-    """
-    floor, newest = head.floor or head.row(), head.row()
-    if floor.number == 0:
-        return None
-    near = saved is not None and newest.number - saved < saved - floor.number
-    return newest if near else floor
 
 
 class BaseCheckout:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..chain import ChainReader
 from ..channels import move_channel
+from ..checkout import base_row
 from ..files import PosixFiles
 from ..fleet import wait_for_replicas
 from ..head import Channel
@@ -32,7 +33,7 @@ from ..stores.bounded import BoundedStore
 from ..stores.transfer import upload
 from ..threads import LoopThread
 from ..versions import directory_name
-from .base import BaseCheckout, base_row
+from .base import BaseCheckout
 from .boot import boot_table
 from .group import RanksFailed, together
 from .prover import Prover
