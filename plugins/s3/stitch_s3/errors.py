@@ -59,13 +59,20 @@ ALIASES = {
 _SECRET = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b|[A-Za-z0-9+/=_-]{32,}")
 
 
-def status_of(error: Any) -> int:
-    """The HTTP status of a botocore ClientError."""
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error that is the server's answer, else 0."""
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def code_of(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+def code_of(error: Exception) -> str:
+    """Its code, such as NoSuchKey, else nothing."""
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: Exception) -> dict[str, Any]:
+    # Errors of the connection have the attribute too, as None or an HTTP response.
+    response = getattr(error, "response", None)
+    return response if isinstance(response, dict) else {}
 
 
 def translate(error: Exception, what: str) -> StoreError | None:

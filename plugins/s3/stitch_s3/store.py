@@ -39,7 +39,7 @@ from stitch_core.stores.sources import source_chunks, source_size
 from stitch_core.threads import Threads
 
 from .client import check_installed, connect
-from .errors import Damaged, status_of, translate
+from .errors import Damaged, code_of, status_of, translate
 from .multipart import PART, PartsUpload, Sent, b64
 from .url import Location, parse_url
 
@@ -153,7 +153,7 @@ class S3Store:
         try:
             answer = client.get_object(**self._where(key), **wanted)
         except Exception as error:
-            if _status(error) == 416:  # nothing from there on
+            if status_of(error) == 416:  # nothing from there on
                 return b""
             raise
         data: bytes = answer["Body"].read()
@@ -289,7 +289,7 @@ class S3Store:
         try:
             client.head_object(**self._where(key))
         except Exception as error:
-            if _status(error) != 404:
+            if status_of(error) != 404:
                 raise
             where = self._where(key + "/x")
             below = client.list_objects_v2(Bucket=where["Bucket"], Prefix=where["Key"][:-1], MaxKeys=1)
@@ -312,7 +312,7 @@ class S3Store:
             if _tag(client.head_object(**self._where(key)), key) != expected:
                 return False
         except Exception as error:
-            if _status(error) == 404:
+            if status_of(error) == 404:
                 return False
             raise
         where = {
@@ -328,7 +328,7 @@ class S3Store:
                     works[spelling] = True
                     break
                 except Exception as error:
-                    if _status(error) != 412:
+                    if status_of(error) != 412:
                         raise
         finally:
             client.delete_object(**where)
@@ -379,7 +379,9 @@ class S3Store:
         if isinstance(error, StoreError):
             return error
         # 404: what AWS answers to If-Match where there is nothing.
-        if _status(error) == 412 or (condition and _status(error) == 404 and _code(error) != "NoSuchBucket"):
+        if status_of(error) == 412 or (
+            condition and status_of(error) == 404 and code_of(error) != "NoSuchBucket"
+        ):
             return Conflict(f"{what}: it is not as it was read")
         return translate(error, what) or error
 
@@ -388,14 +390,6 @@ class S3Store:
             if self._client is None:
                 self._client = self._make_client()
             return self._client
-
-
-def _status(error: Exception) -> int:
-    return status_of(error) if hasattr(error, "response") else 0
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def _tag(answer: dict[str, Any], key: str) -> str:

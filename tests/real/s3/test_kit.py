@@ -80,7 +80,7 @@ def s3_store() -> Iterator[Store]:
 
 _numbers = itertools.count()
 TestS3Machine = store_machine(s3_store).TestCase
-TestS3Machine.settings = settings(max_examples=4, stateful_step_count=15)
+TestS3Machine.settings = settings(max_examples=3, stateful_step_count=12)
 TestS3Machine.pytestmark = [pytest.mark.real]
 
 
