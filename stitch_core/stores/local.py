@@ -11,10 +11,10 @@ looks empty. Names that start with '.' are no keys, so ``.stitch`` is nobody's o
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import zlib
@@ -45,14 +45,13 @@ from ..ports import (
 from ..threads import Threads
 from . import BadUrl
 from .identity import FILE, Identity, read_identity
-from .keys import BadKey, check_key, check_prefix, check_range, is_key
-from .probe import NO_DIRECTORY_SYNC, NO_LINKS, NO_LOCKS, NOT_THERE, Unsupported, can_link, error_text
+from .keys import BadKey, check_key, check_prefix, check_range
+from .mount import Mount
+from .probe import can_link, error_text
 from .sources import source_chunks
+from .walk import list_folders, list_objects
 
 T = TypeVar("T")
-Entries = list[Entry]
-Names = list[str]
-logger = logging.getLogger("stitch")
 
 PRIVATE = ".stitch"
 STALE_AFTER = 24 * 3600.0
@@ -85,6 +84,7 @@ class LocalStore:
     ) -> None:
         self.root = Path(os.path.abspath(root))
         self._files: Files = files or PosixFiles()
+        self._mount = Mount(self.root, self._files)
         self._threads: Threads | None = None
         if run_blocking is None:
             run_blocking = self._threads = Threads(8, "stitch-local-store")
@@ -95,7 +95,6 @@ class LocalStore:
         self._swept = False
         self._identity: Identity | None = None
         self._looked = False
-        self._said: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -123,12 +122,12 @@ class LocalStore:
 
     async def list(self, prefix: str) -> list[Entry]:
         check_prefix(prefix)
-        return await self._run(self._translate_read, self._list, self.root, prefix)
+        return await self._run(self._translate_read, self._walk, self.root, list_objects, prefix)
 
-    async def folders(self, prefix: str) -> Names:
+    async def folders(self, prefix: str) -> builtins.list[str]:
         """See BrowsableStore."""
         check_prefix(prefix)
-        return await self._run(self._translate_read, self._folders, self.root / prefix, prefix)
+        return await self._run(self._translate_read, self._walk, self.root, list_folders, prefix)
 
     async def modified(self, key: str) -> float:
         """See BrowsableStore: on a network mount this is the server's clock."""
@@ -163,7 +162,7 @@ class LocalStore:
                     return
         # The other creator may have died before its sync, and the caller may take its bytes for durable.
         self._files.size(path)
-        self._sync_directory(path.parent)
+        self._mount.sync_directory(path.parent)
         raise AlreadyExists(f"{path} exists")
 
     def _swap(self, path: Path, expected: str | None, data: bytes) -> str:
@@ -177,7 +176,7 @@ class LocalStore:
                 raise Conflict(f"{path} is not as it was read")
             with self._temporary(data) as temporary:
                 try:
-                    (self._place_new if current is None else self._rename)(temporary, path)
+                    (self._place_new if current is None else self._mount.rename)(temporary, path)
                 except FileExistsError:
                     raise Conflict(f"{path} was created meanwhile") from None
             self._landed(path)
@@ -187,7 +186,7 @@ class LocalStore:
         self._prepare(path)
         with self._locked(path):
             with self._temporary(data) as temporary:
-                self._rename(temporary, path)
+                self._mount.rename(temporary, path)
             self._landed(path)
 
     def _delete(self, path: Path) -> None:
@@ -231,7 +230,9 @@ class LocalStore:
         self._make_directory(directory)
         error = can_link(self._files, directory, f"{int(self._clock.time())}.{secrets.token_hex(8)}")
         if error is not None:
-            self._say(f"{self.root} has no hard links ({error}): objects are created under a lock instead")
+            self._mount.say(
+                f"{self.root} has no hard links ({error}): objects are created under a lock instead"
+            )
         identity = Identity(secrets.token_hex(8), "link" if error is None else "lock")
         path = self.root / PRIVATE / FILE
         with self._locked(path):
@@ -239,8 +240,8 @@ class LocalStore:
             if found is not None:
                 return found
             with self._temporary(identity.encode()) as temporary:
-                self._rename(temporary, path)
-            self._sync_directory(path.parent)
+                self._mount.rename(temporary, path)
+            self._mount.sync_directory(path.parent)
         return identity
 
     def _check_identity(self) -> None:
@@ -262,51 +263,16 @@ class LocalStore:
         if not self._links():
             if self._files.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            self._rename(temporary, path)
+            self._mount.rename(temporary, path)
             return
-        try:
-            self._files.link(temporary, path)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            raise Unsupported(
-                f"{self.root} was begun where hard links work, and here they do not ({error_text(error)}): "
-                "write from such a machine, or begin a new store here"
-            ) from error
-
-    def _rename(self, source: Path, target: Path) -> None:
-        try:
-            self._files.rename(source, target)
-        except OSError as error:
-            if error.errno not in NOT_THERE:
-                raise
-            raise Unsupported(
-                f"files cannot be renamed in {self.root} ({error_text(error)}), which a store needs: use "
-                "another directory, or a store of another kind"
-            ) from error
+        self._mount.link(temporary, path)
 
     def _landed(self, path: Path) -> None:
         """The object is in its place: whatever goes wrong from here on, it may be seen."""
         try:
-            self._sync_directory(path.parent)
+            self._mount.sync_directory(path.parent)
         except OSError as error:
             raise _unavailable(path, error) from error
-
-    def _sync_directory(self, path: Path) -> None:
-        try:
-            self._files.sync(path)
-        except OSError as error:
-            if error.errno not in NO_DIRECTORY_SYNC:
-                raise
-            self._say(
-                f"{self.root} cannot sync directories ({error_text(error)}): the last writes may be lost "
-                "when the machine that holds it loses power"
-            )
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("%s", text)
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory and every one above it durable, up to the root or what was there before it."""
@@ -325,7 +291,7 @@ class LocalStore:
         self._check_identity()  # nothing is begun anew under the name of what was unmounted
         self._files.make_dirs(path)
         for directory in reversed(new):
-            self._sync_directory(directory.parent)
+            self._mount.sync_directory(directory.parent)
         self._durable.add(path)
 
     @contextlib.contextmanager
@@ -333,16 +299,7 @@ class LocalStore:
         directory = self.root / PRIVATE / "locks"
         self._make_directory(directory)
         number = zlib.crc32(path.relative_to(self.root).as_posix().encode()) % _LOCKS
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(self._files.lock(directory / f"{number:02d}", self._lock_timeout))
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                raise Unsupported(
-                    f"{self.root} has no file locks ({error_text(error)}), so it can be read from here and "
-                    "not written: use another directory, or a store of another kind"
-                ) from error
+        with self._mount.lock(directory / f"{number:02d}", self._lock_timeout):
             yield
 
     @contextlib.contextmanager
@@ -422,43 +379,10 @@ class LocalStore:
             raise _unavailable(self.root, error) from error
         raise NoStore(f"there is no directory {self.root}: is it mounted? The first claim makes a new store")
 
-    def _folders(self, path: Path, prefix: str) -> Names:
-        try:
-            names = [name for name in self._files.list(path) if is_key(prefix + name)]
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        self._check_root()
-        return [name for name in names if (path / name).is_dir()]
-
-    def _list(self, root: Path, prefix: str) -> Entries:
-        found = _list(root, self._files, prefix)
+    def _walk(self, root: Path, walk: Callable[[Path, Files, str], T], prefix: str) -> T:
+        found = walk(root, self._files, prefix)
         self._check_root()
         return found
-
-
-def _list(root: Path, files: Files, prefix: str) -> list[Entry]:
-    found: list[Entry] = []
-    folder = prefix.rpartition("/")[0]
-    pending = [folder + "/" if folder else ""]
-    while pending:
-        folder = pending.pop()
-        try:
-            names = files.list(root / folder)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        for key in (folder + name for name in names):
-            if not is_key(key) or not (key + "/").startswith(prefix):
-                continue
-            try:
-                size = files.size(root / key)
-            except IsADirectoryError:
-                pending.append(key + "/")
-            except FileNotFoundError:
-                pass  # deleted while we list
-            else:
-                if key.startswith(prefix):
-                    found.append(Entry(key, size))
-    return sorted(found, key=lambda entry: entry.key)
 
 
 def _unavailable(path: Path, error: OSError) -> StoreError:
