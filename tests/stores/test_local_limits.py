@@ -17,6 +17,7 @@ from stitch_core.stores.identity import Identity
 from stitch_core.stores.local import LocalStore
 from stitch_core.stores.probe import Unsupported, probe
 from stitch_core.testing.stores import StoreTests
+from tests.stores.test_local_processes import finish, go, start
 
 
 class Lacking(PosixFiles):
@@ -105,6 +106,19 @@ async def test_a_create_that_waits_for_the_lock_finds_the_object(tmp_path: Path)
         return_exceptions=True,
     )
     assert sorted(type(result).__name__ for result in results) == ["AlreadyExists"] * 7 + ["NoneType"]
+
+
+async def test_one_process_wins_each_key_without_links(tmp_path: Path) -> None:
+    """A store that was begun without links: every process takes the lock, whatever its mount can do."""
+    await local(tmp_path, Lacking(link=errno.EPERM)).create("begun", b"")
+    rounds = 10
+    workers = [start(tmp_path, "create", me, rounds) for me in "abc"]
+    go(*workers)
+    won = {me: finish(worker) for me, worker in zip("abc", workers, strict=True)}
+    assert sorted(number for numbers in won.values() for number in numbers) == list(range(rounds))
+    for me, numbers in won.items():
+        for number in numbers:
+            assert await local(tmp_path).read(f"race/{number}") == me.encode() * 100_000
 
 
 async def test_a_crash_without_links_leaves_all_or_nothing(tmp_path: Path) -> None:
