@@ -111,7 +111,7 @@ class GroupPublisher:
         what = f"claiming run {self.settings.run}"
         claimed = together(self.group, what, lambda: self._claim_here(saved))[0]
         assert claimed is not None
-        self.start, self.number = claimed, claimed.number
+        self.start, self.number, self._reserved = claimed, claimed.number, None
         self.base = self.settings.boot
         if claimed.base is not None:
             self.base, self._table = self._checkout.check_out(claimed.base)
