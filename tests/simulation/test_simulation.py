@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from stitch_core import lineage
 from stitch_core.testing.simulation import SCENARIOS, run_seed
 
 CASES = [name for name in SCENARIOS if name != "anything"]
@@ -64,8 +65,28 @@ def test_random_worlds_are_eventful() -> None:
         "no space",
     ):
         assert event in traces
-    for event in ("chaos: kills", "stands still", "the engine dies", "fenced", "is not answered", "failed: "):
+    for event in (
+        "is to roll",
+        "merging",
+        "is to point",
+        "moved to",
+        "chaos: kills",
+        "stands still",
+        "the engine dies",
+        "fenced",
+        "is not answered",
+        "failed: ",
+    ):
         assert event in traces
+
+
+@pytest.mark.parametrize("scenario", ["c33", "r01", "r04"])
+def test_what_was_abandoned_is_left_also_where_no_delta_goes_backwards(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that cannot undo what it has applied starts again from what it can."""
+    monkeypatch.setattr(lineage, "REVERSIBLE", frozenset())
+    run(scenario, range(4))
 
 
 def test_a_seed_replays_exactly_whatever_the_hash_seed() -> None:
