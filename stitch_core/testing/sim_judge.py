@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..head import Head
-from ..lineage import NoPlan, cheapest_plan
-from ..manifest import FormatError, Manifest, bytes_digest, run_prefix
+from ..lineage import NoPlan, Source, cheapest_plan
+from ..manifest import FormatError, Manifest, bytes_digest, floor_number, run_prefix
+from ..records import Record, place_of
 from ..versions import PolicyVersion, VersionConstraint
 from .sim_http import Response
 from .sim_store import SimulatedBucket
 
 _HEAD = re.compile(r"runs/([^/]+)/head\Z")
-_CREATE_ONLY = re.compile(r"runs/[^/]+/(manifests|e\d+)/")
+_CREATE_ONLY = re.compile(r"runs/[^/]+/(manifests/|e\d+/|(fulls|spans)/\d)")
 
 
 class Broken(AssertionError):
@@ -39,6 +40,7 @@ class Judge:
         self.brought_back: set[tuple[str, int]] = set()
         self.answered = 0
         self.spanning = 0
+        self.collected = 0
         self.refused: dict[str, int] = {}
         self._bucket = bucket
         self._chain: dict[str, Manifest] = {}
@@ -58,7 +60,7 @@ class Judge:
     # ------------------------------------------------------------------------------------------ store
 
     def _written(self, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
-        if _CREATE_ONLY.match(key) and old is not None and old != new:
+        if _CREATE_ONLY.match(key) and old is not None and new is not None and old != new:
             self.broken("truth: written once", f"{who} changed {key}")
         if match := _HEAD.match(key):
             self._head_moved(match[1], old, new, who)
@@ -135,12 +137,28 @@ class Judge:
             manifest,
             *(self._chain[row.digest] for row in manifest.history if row.digest in self._chain),
         ]
-        floor = manifest.floor.number if manifest.floor else manifest.number
+        floor = floor_number(manifest)
+        sources: list[Source] = [*(m for m in chain if m.number >= floor), *self.records(run, floor)]
         try:
-            cheapest_plan(manifest, [m for m in chain if m.number >= floor], {self.boot_state})
+            cheapest_plan(manifest, sources, {self.boot_state})
         except NoPlan as error:
             self.broken("durable: it can be reached", f"{who}: {error}")
         return manifest
+
+    def records(self, run: str, number: int = 0) -> list[Record]:
+        """The fulls and spans beside a run's chain that are whole, of version ``number`` or later."""
+        objects, found = self._bucket.objects, []
+        for key in objects:
+            place = place_of(key.removeprefix(run_prefix(run))) if key.startswith(run_prefix(run)) else None
+            if place is None or place[3] is not None or place[1] < number:
+                continue
+            record = Record.decode(objects[key], span=place[0] is not None, where=key)
+            if all(
+                bytes_digest(objects.get(record.file_key(file.name), b"")) == file.sha256
+                for file in record.representation.files
+            ):
+                found.append(record)
+        return found
 
     # ---------------------------------------------------------------------------------------- answers
 

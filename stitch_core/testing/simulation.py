@@ -24,6 +24,7 @@ from .sim_found import FOUND
 from .sim_judge import Broken
 from .sim_random import anything
 from .sim_replica_cases import REPLICA_CASES
+from .sim_retention import RETENTION_CASES
 from .sim_rollback_cases import ROLLBACK_CASES
 from .sim_world import World
 
@@ -31,7 +32,7 @@ Scenario = Callable[[World], Awaitable[None]]
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__.split("_")[0]: scenario
-    for scenario in (anything, *CASES, *REPLICA_CASES, *ROLLBACK_CASES, *FOUND)
+    for scenario in (anything, *CASES, *REPLICA_CASES, *ROLLBACK_CASES, *RETENTION_CASES, *FOUND)
 }
 
 
@@ -48,6 +49,7 @@ class Report:
     versions: int = 0
     answered: int = 0
     spanning: int = 0
+    collected: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
     trace: list[str] = field(default_factory=list)
@@ -61,16 +63,21 @@ class Report:
         head = f"{self.scenario} seed {self.seed}: "
         counts = (
             f"{self.seconds:.0f} virtual s, {self.steps} steps, {self.versions} versions, "
-            f"{self.answered} answers, {self.spanning} spanning, refused {self.refused}"
+            f"{self.answered} answers, {self.spanning} spanning, refused {self.refused}, "
+            f"{self.collected} collected"
         )
         if self.error is None:
             return head + counts
         return "\n".join([*self.trace, f"plan: {self.plan}", counts, f"{head}{self.error}"])
 
 
+RANDOM = ("anything", "retention")
+"""Scenarios with random faults."""
+
+
 def plan_for(scenario: str, random: Random) -> FaultPlan:
-    """Any faults for the random scenario; no others than their own for the named ones."""
-    if scenario == "anything":
+    """Any faults for the random scenarios; no others than their own for the named ones."""
+    if scenario in RANDOM:
         quiet_after = random.choice((60.0, 150.0, 300.0))
         return FaultPlan.draw(random, quiet_after, names=["r0#1", "trainer#1"])
     return FaultPlan(latency=random.choice((0.001, 0.02, 0.2)))
@@ -93,6 +100,7 @@ def run_seed(seed: int, scenario: str = "anything") -> Report:
         judge = world.judge
         report.versions, report.answered = len(judge.versions), judge.answered
         report.spanning, report.refused = judge.spanning, judge.refused
+        report.collected = judge.collected
         report.fingerprint = f"{loop.steps}-{loop.time():.6f}-{random.getrandbits(64):016x}"
         report.trace = world.trace.lines()
     return report

@@ -1,0 +1,152 @@
+"""Watches what collectors delete, by rules of its own: when heads really moved, and who fetches what.
+
+Independent of retention.py: it never asks what a collector thinks, only what is gone from the bucket.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..head import Channel
+from ..lineage import NoPlan, Source, cheapest_plan
+from ..manifest import Manifest, floor_number, read_payload_key, run_prefix
+from ..pins import Pin
+from ..records import place_of
+from ..retention import LOOK_AGAIN
+from ..versions import PolicyVersion
+from .sim_world import World
+
+EPOCH = 1_700_000_000.0
+"""Wall time at the start of a simulated world, of a clock that is right."""
+
+
+class Keeper:
+    """Ends the world at the first delete that breaks a rule. ``grace`` is what its collectors use.
+
+    ``deleted`` counts payload objects and records that went.
+    """
+
+    def __init__(self, world: World, grace: float) -> None:
+        self.world, self.grace = world, grace
+        self.deleted = 0
+        self._head_since: dict[PolicyVersion, float] = {}
+        self._fetching_since: dict[str, float] = {}
+        self._named_since: dict[tuple[str, int], float] = {}
+        world.bucket.observers.append(self._written)
+
+    @property
+    def slack(self) -> float:
+        """Seconds by which a collector may know less than the truth, and its deletes come later."""
+        plan = self.world.faults.plan
+        late = plan.late if plan.store_late or plan.store_twice else 0.0
+        stall = plan.stall if plan.stall_every else 0.0
+        calls = 12 * (plan.timeout + 60 * plan.latency) if plan.store_lost or plan.store_unknown else 0.0
+        outages = sum(outage.end - outage.start for outage in plan.outages)
+        return LOOK_AGAIN + 200 * plan.latency * (50 if plan.slow else 1) + late + 3 * stall + calls + outages
+
+    def _written(self, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
+        now = self.world.loop.time()
+        run = key.split("/")[1] if key.startswith("runs/") else ""
+        if key.endswith("/head") and new is not None:
+            head = self.world.judge.heads[run]
+            self._head_since.setdefault(PolicyVersion(run, head.number), now)
+        elif key.startswith(("channels/", "pins/")):
+            named = self._named()
+            self._named_since = {name: self._named_since.get(name, now) for name in named}
+        elif key.startswith("replicas/"):
+            self._look(now)
+        elif run and new is None and old is not None:
+            self._deleted(run, key, who, now)
+
+    def _look(self, now: float) -> None:
+        """Who fetches what, by records that have not expired by any clock."""
+        fetching: set[str] = set()
+        for key, data in self.world.bucket.objects.items():
+            if key.startswith("replicas/"):
+                record = json.loads(data)
+                if record["expires"] > EPOCH + now + 2 * self.world.faults.plan.clock_skew:
+                    fetching.update(record["fetching"])
+        self._fetching_since = {digest: self._fetching_since.get(digest, now) for digest in fetching}
+
+    def _named(self) -> set[tuple[str, int]]:
+        found: set[tuple[str, int]] = set()
+        for key, data in self.world.bucket.objects.items():
+            if key.startswith("channels/") and (channel := Channel.decode(data, key)).exact is not None:
+                found.add((channel.run, channel.exact))
+            elif key.startswith("pins/"):
+                pin = Pin.decode(data, key)
+                found.add((pin.run, pin.number))
+        return found
+
+    # -------------------------------------------------------------------------------------- the rules
+
+    def _deleted(self, run: str, key: str, who: str, now: float) -> None:
+        judge = self.world.judge
+        relative = key.removeprefix(run_prefix(run))
+        payload, place = read_payload_key(relative), place_of(relative)
+        number = payload[0] if payload else place[1] if place else None
+        if number is None:
+            judge.broken("retention: only payload goes", f"{who}: {key}")
+        assert number is not None
+        self.deleted += 1
+        self.world.trace.add(f"{who}: {key} is gone")
+        newest = judge.newest(run)
+        assert newest is not None
+        on_chain = judge.versions.get(PolicyVersion(run, number))
+        refers = payload is None or (on_chain is not None and on_chain.epoch == payload[1])
+        if refers or (payload is not None and payload[1] >= judge.heads[run].epoch):
+            self._check_age(newest, number, f"{who}: {key}", now, refers)
+        digest = f"sha256:{place[2]}" if place else on_chain.digest() if on_chain and refers else ""
+        self._look(now)
+        if now - self._fetching_since.get(digest, now) > self.slack:
+            judge.broken("retention: what is being fetched stays", f"{who}: {key}")
+        for (named, k), since in self._named_since.items():
+            version = judge.versions.get(PolicyVersion(named, k))
+            if version is None or named != run or not refers or now - since <= self.slack:
+                continue
+            if floor_number(version) <= number <= k:
+                judge.broken("retention: what is named stays", f"{who}: {key}, needed for {version.version}")
+        self._check_reach(newest, f"{who}: {key}")
+
+    def _check_age(self, newest: Manifest, number: int, what: str, now: float, refers: bool) -> None:
+        """Below two floors, and below the floor of a version that is the head's, or was, for long enough."""
+        judge, run = self.world.judge, newest.run
+        second = self._floor_before(run, floor_number(newest))
+        old = [
+            floor_number(judge.versions[version])
+            for version, since in self._head_since.items()
+            if version.run == run and now - since > self.grace - 2 * self.world.faults.plan.clock_skew
+        ]
+        if not refers:
+            if number >= min(second, max(old, default=0)):
+                judge.broken("retention: an epoch that lives", what)
+        elif number >= second:
+            judge.broken("retention: two floors are kept", f"{what}, the second floor is {second}")
+        elif number >= max(old, default=0):
+            judge.broken("retention: the grace", f"{what}, floors that are old enough: {old}")
+
+    def _floor_before(self, run: str, floor: int) -> int:
+        manifest = self.world.judge.versions[PolicyVersion(run, floor)]
+        if manifest.floor is not None or manifest.parent is None:
+            return manifest.floor.number if manifest.floor else 0
+        return floor_number(self.world.judge.versions[PolicyVersion(run, manifest.parent.number)])
+
+    def _check_reach(self, newest: Manifest, what: str) -> None:
+        """The head is still reached from the boot checkpoint by what is there."""
+        judge, objects = self.world.judge, self.world.bucket.objects
+        sources: list[Source] = [
+            manifest
+            for version, manifest in judge.versions.items()
+            if version.run == newest.run
+            and all(manifest.file_key(file.name) in objects for file in manifest.representation.files)
+        ]
+        try:
+            cheapest_plan(newest, [*sources, *judge.records(newest.run)], {judge.boot_state})
+        except NoPlan as error:
+            judge.broken("durable: the head stays whole", f"{what}: {error}")
+
+
+def hint(name: str, fetching: tuple[str, ...], expires: float) -> dict[str, Any]:
+    """A replica's record, as far as a collector reads it."""
+    return {"id": name, "fetching": list(fetching), "expires": expires}

@@ -1,0 +1,132 @@
+"""Collectors in simulated worlds, and collectors that break one of their rules: the keeper finds each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stitch_core import retention
+from stitch_core.manifest import Manifest, floor_number
+from stitch_core.retention import Collector, Protected
+from stitch_core.testing.simulation import run_seed
+
+CHUNK = 25
+
+
+def run(seeds: range) -> None:
+    collected = 0
+    for seed in seeds:
+        report = run_seed(seed, "retention")
+        assert report.error is None, str(report)
+        collected += report.collected
+    assert collected > len(seeds), "hardly anything was collected"
+
+
+def test_retention() -> None:
+    run(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1400, CHUNK))
+def test_retention_with_many_seeds(first: int) -> None:
+    run(range(first, first + CHUNK))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1, 5001, 100))
+def test_5000_interleavings(first: int) -> None:
+    run(range(first, first + 100))
+
+
+def keeps_one_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Collector, head: Any, newest: Manifest) -> int:
+        return floor_number(newest)
+
+    monkeypatch.setattr(Collector, "_cutoff", broken)
+
+
+def knows_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    cutoff = Collector._cutoff
+
+    async def broken(self: Collector, head: Any, newest: Manifest) -> int:
+        self._grace = -1e9
+        return await cutoff(self, head, newest)
+
+    monkeypatch.setattr(Collector, "_cutoff", broken)
+
+
+def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Collector) -> set[str]:
+        return set()
+
+    monkeypatch.setattr(Collector, "_fetching", broken)
+
+
+def ignores_channels_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    protected = Collector._protected
+
+    async def broken(self: Collector, newest: Manifest) -> Protected:
+        found = await protected(self, newest)
+        return Protected((), found.versions, found.digests)
+
+    monkeypatch.setattr(Collector, "_protected", broken)
+
+
+def ignores_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go = Collector._may_go
+
+    def broken(self: Collector, key: str, epoch: int, cutoff: int, on_chain: Any) -> bool:
+        return may_go(self, key, epoch + 1, cutoff, on_chain)
+
+    monkeypatch.setattr(Collector, "_may_go", broken)
+
+
+def ignores_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go = Collector._may_go
+
+    def broken(self: Collector, key: str, epoch: int, cutoff: int, on_chain: Any) -> bool:
+        return may_go(self, key, epoch, cutoff, ())
+
+    monkeypatch.setattr(Collector, "_may_go", broken)
+
+
+def deletes_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = retention.read_payload_key
+
+    def broken(key: str) -> tuple[int, int] | None:
+        return (0, 0) if key.startswith("manifests/000001") else read(key)
+
+    async def every(self: Collector) -> Any:
+        return await self._call(lambda: self._store.list(f"runs/{self._run}/"))
+
+    monkeypatch.setattr(retention, "read_payload_key", broken)
+    monkeypatch.setattr(Collector, "_list", every)
+
+
+ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "durable: every byte is there"}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "scenario", "rules"),
+    [
+        (keeps_one_floor, "retention", {"retention: two floors are kept"}),
+        (knows_no_grace, "retention", {"retention: the grace"}),
+        (ignores_replica_records, "n01", {"retention: what is being fetched stays", "scenario: n01"}),
+        (ignores_channels_and_pins, "n04", {"retention: what is named stays"}),
+        (ignores_epochs, "retention", ALIVE),
+        (ignores_epochs, "c29", ALIVE),
+        (ignores_the_chain, "retention", {"retention: two floors are kept", "durable: the head stays whole"}),
+        (deletes_manifests, "retention", {"retention: only payload goes"}),
+    ],
+)
+def test_a_broken_collector_is_caught(
+    mutation: Any, scenario: str, rules: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    for seed in range(100):
+        report = run_seed(seed, scenario)
+        if report.error is not None:
+            assert report.rule in rules, str(report)
+            return
+    pytest.fail("not caught in 100 seeds")
