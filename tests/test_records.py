@@ -80,6 +80,19 @@ def test_a_span_that_is_not_one(change: dict[str, Any]) -> None:
         Record.decode(canonical_json({**json.loads(SPAN.encode()), **change}), span=True)
 
 
+def test_the_byte_form() -> None:
+    """What other programs write and read: these bytes have these names."""
+    assert FULL.encode() == (
+        b'{"format":"stitch.full/1","number":32,"representation":{"files":[["model.safetensors",3,"%b"]],'
+        b'"kind":"full"},"run":"r","state":"%b"}\n' % (SHA.encode(), SHA.encode())
+    )
+    assert SPAN.encode() == (
+        b'{"format":"stitch.span/1","number":16,"representation":{"base":"%b","changed":{"a":["%b","%b"]},'
+        b'"encoding":"xor","files":[["model.safetensors",3,"%b"]],"kind":"delta"},"run":"r","since":0,'
+        b'"state":"%b"}\n' % (SHA.encode(), XXH.encode(), b"1" * 32, SHA.encode(), SHA.encode())
+    )
+
+
 def test_every_cut_of_a_record_is_refused() -> None:
     data = SPAN.encode()
     for at in range(len(data)):
