@@ -97,6 +97,7 @@ class DeltaEncoder:
             raise DeltaError(f"no encoder for {encoding!r}: known are {', '.join(ENCODINGS)}")
         self.encoding = encoding
         self._base: dict[str, ByteArray] = {}
+        self._element_count = 0
         self.table: dict[str, TensorInfo] = {}
         for name, tensor in base.items():
             self._add(name, tensor, as_bytes(tensor.data).copy())
@@ -165,7 +166,7 @@ class DeltaEncoder:
         names = writer({name: (frame, changed[name][1]) for name, frame in frames.items()})
         encoded = EncodedDelta(
             self.state, state_digest(table), "xor", changed, tuple(names),
-            changed_elements, self._elements(),
+            changed_elements, self._element_count,
             changed_bytes, self.bytes, sum(len(frame) for frame in frames.values()),
         )  # fmt: skip
         self._move(tensors, table, encoded, _Undo(self.table, self.state, frames))
@@ -207,7 +208,7 @@ class DeltaEncoder:
         encoded = EncodedDelta(
             self.state, state_digest(table) if changed else self.state, "sparse",
             {name: (row.old, row.new) for name, row in changed.items()}, tuple(names),
-            stats.changed_elements, self._elements(), stats.changed_bytes, self.bytes, stats.encoded_bytes,
+            stats.changed_elements, self._element_count, stats.changed_bytes, self.bytes, stats.encoded_bytes,
         )  # fmt: skip
         self._move(tensors, table, encoded, _Undo(self.table, self.state, {}, kept, files))
         return encoded
@@ -216,13 +217,13 @@ class DeltaEncoder:
         sources = []
         for name, info in self.table.items():
             tensor = tensors.get(name)
-            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (info.dtype, info.shape):
+            if tensor is None or tensor.dtype != info.dtype or tuple(tensor.shape) != info.shape:
                 break
-            new = as_bytes(tensor.data)
-            if new.size != self._base[name].size:
+            old, new = self._base[name], as_bytes(tensor.data)
+            if new.size != old.size:
                 _check_size(name, tensor, new)
-            width, packed = width_of(info.dtype), ITEM_BITS[info.dtype] == 4
-            sources.append(Source(name, self._base[name].data, new.data, width, info.digest, packed))
+            packed = ITEM_BITS[info.dtype] == 4
+            sources.append(Source(name, old, new, width_of(info.dtype), info.digest, packed))
         if len(sources) != len(self.table) or len(tensors) != len(sources):
             layout = {name: TensorInfo(t.dtype, tuple(t.shape), "") for name, t in tensors.items()}
             difference = layout_difference(self.table, layout)
@@ -235,7 +236,7 @@ class DeltaEncoder:
         """Move the base to what was encoded."""
         self._outstanding.append(undo)
         for name in encoded.changed:
-            self._base[name][:] = as_bytes(tensors[name].data)
+            np.copyto(self._base[name], as_bytes(tensors[name].data))
         self.table, self.state = table, encoded.state
 
     def commit(self) -> None:
@@ -251,9 +252,6 @@ class DeltaEncoder:
             step.take(self._base)
             self.table, self.state = step.table, step.state
 
-    def _elements(self) -> int:
-        return sum(self._base[name].size * 8 // ITEM_BITS[info.dtype] for name, info in self.table.items())
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The base, tensor by tensor; views that the next encode or undo changes."""
         for name, info in self.table.items():
@@ -262,6 +260,7 @@ class DeltaEncoder:
     def _add(self, name: str, tensor: Tensor, data: ByteArray) -> None:
         _check_size(name, tensor, data)
         self._base[name] = data
+        self._element_count += data.size * 8 // ITEM_BITS[tensor.dtype]
         self.table[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), tensor_digest(data.data))
 
     def _new_table(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import xxhash
 
 from ..safetensors import ByteArray
-from .sparse_block import Values
+from ..state import tensor_digest
+from .sparse_block import WIDTHS, Values
 from .sparse_file import SparseFile
 from .wire import DeltaError
 
 CHUNK_BYTES = 4 << 20
+_DTYPES = {width: np.dtype(f"<u{width}") for width in WIDTHS}
 
 
 def apply_sparse(data: ByteArray, name: str, deltas: Sequence[SparseFile]) -> str:
@@ -20,16 +23,17 @@ def apply_sparse(data: ByteArray, name: str, deltas: Sequence[SparseFile]) -> st
     ``data`` may be a view of a file. Deltas commute, so each part of it is visited once, with all of them.
     Raises DeltaError, and then ``data`` may be partly changed.
     """
+    under_way = []
     for delta in deltas:
         row = delta.tensors[name]
         if row.nbytes != data.size:
             raise DeltaError(f"{delta.path}: tensor {name} has {row.nbytes} bytes there, {data.size} here")
-    under_way = [_apply(data.view(f"<u{delta.tensors[name].width}"), delta, name) for delta in deltas]
+        under_way.append(_apply(data.view(_DTYPES[row.width]), delta, name))
     if data.size <= CHUNK_BYTES:
         for steps in under_way:
             for _ in steps:
                 pass
-        return xxhash.xxh3_128_hexdigest(data.data)
+        return tensor_digest(data.data)
     hasher = xxhash.xxh3_128()
     done = [0] * len(under_way)
     for start in range(0, data.size, CHUNK_BYTES):

@@ -15,12 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from ..ports import Buffer, Files
-from ..safetensors import ByteArray, as_bytes
+from ..ports import Files
+from ..safetensors import ByteArray
+from ..state import tensor_digest
 from .scan import scan
 from .sparse_block import Values, encode_block
 from .sparse_file import SMALL_BYTES, Block, Changed, SparseWriter, order
@@ -35,16 +37,15 @@ _DENSE = threading.Lock()
 _local = threading.local()
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):  # not a dataclass, and arrays: there may be 100,000, and the collector walks them
     """One tensor: its bytes before and after, the width of its elements, and the xxh3-128 of ``old``.
 
     ``packed``: two elements of 4 bits in a byte, which are counted one by one.
     """
 
     name: str
-    old: Buffer
-    new: Buffer
+    old: ByteArray
+    new: ByteArray
     width: int
     digest: str
     packed: bool = False
@@ -95,7 +96,7 @@ def encode_sparse(
     ``workers`` threads (by default one for each CPU, at most 8) hold a few MiB each, more only where most
     elements change. Buffers must not change meanwhile. Files of a call that raises are removed.
     """
-    ordered = sorted(sources, key=lambda source: order(source.name, len(source.new), source.width))
+    ordered = sorted(sources, key=lambda s: order(s.name, s.new.size, s.width))
     output = _Output(path_of, files, file_bytes)
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
@@ -135,7 +136,7 @@ class _Output:
             if part.tensors and self._split_changes:
                 source = part.split.source
                 digest = part.split.digest.result()
-                changed = {source.name: Changed(len(source.new), source.width, source.digest, digest)}
+                changed = {source.name: Changed(source.new.size, source.width, source.digest, digest)}
                 self._write_held()
             if part.tensors:
                 self._held.clear()  # of a tensor that has not changed
@@ -195,7 +196,7 @@ def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterat
     batch: list[Source] = []
     size = 0
     for source in ordered:
-        nbytes = len(source.new)
+        nbytes = source.new.size
         if batch and (nbytes >= SMALL_BYTES or size + nbytes > BLOCK_BYTES or source.width != batch[0].width):
             yield partial(_small, batch)
             batch, size = [], 0
@@ -209,11 +210,11 @@ def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterat
 
 
 def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[Callable[[], _Part]]:
-    nbytes = len(source.new)
+    nbytes = source.new.size
     if pool is None or nbytes <= 2 * TASK_BYTES:
         yield partial(_whole, source)
         return
-    split = _Split(source, pool.submit(xxhash.xxh3_128_hexdigest, source.new))
+    split = _Split(source, pool.submit(tensor_digest, source.new.data))
     for start in range(0, nbytes, TASK_BYTES):
         yield partial(_range, split, start, min(start + TASK_BYTES, nbytes))
 
@@ -221,23 +222,23 @@ def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[Ca
 def _whole(source: Source) -> _Part:
     """A tensor in one task, hashed while each block is in the cache."""
     hasher = xxhash.xxh3_128()
-    blocks, counts = _blocks(source, 0, len(source.new), hasher)
+    blocks, counts = _blocks(source, 0, source.new.size, hasher)
     if not counts[0]:
-        return _Part(len(source.new), [], {})
-    row = Changed(len(source.new), source.width, source.digest, hasher.hexdigest())
-    return _Part(len(source.new), blocks, {source.name: row}, counts)
+        return _Part(source.new.size, [], {})
+    row = Changed(source.new.size, source.width, source.digest, hasher.hexdigest())
+    return _Part(source.new.size, blocks, {source.name: row}, counts)
 
 
 def _range(split: _Split, start: int, end: int) -> _Part:
     """A part of a tensor that is hashed elsewhere."""
     blocks, counts = _blocks(split.source, start, end, None)
-    return _Part(end - start, blocks, {}, counts, int(end == len(split.source.new)), split)
+    return _Part(end - start, blocks, {}, counts, int(end == split.source.new.size), split)
 
 
 def _small(batch: Sequence[Source]) -> _Part:
     """Tensors that share a block; those that have not changed are taken out of it."""
     width = batch[0].width
-    sizes = np.array([len(source.new) for source in batch], np.int64)
+    sizes = np.array([source.new.size for source in batch], np.int64)
     total = int(sizes.sum())
     old, new = _joined([source.old for source in batch], 0), _joined([source.new for source in batch], 1)
     positions, values = scan(old, new, width)
@@ -269,7 +270,7 @@ def _blocks(
     source: Source, start: int, end: int, hasher: xxhash.xxh3_128 | None
 ) -> tuple[list[Block], tuple[int, int]]:
     """The blocks between two bytes of a tensor, and how many elements and bytes change there."""
-    before, after, width = as_bytes(source.old), as_bytes(source.new), source.width
+    before, after, width = source.old, source.new, source.width
     blocks, elements, changed_bytes = [], 0, 0
     for at in range(start, end, BLOCK_BYTES):
         old, new = (data[at : min(at + BLOCK_BYTES, end)] for data in (before, after))
@@ -290,11 +291,11 @@ def _elements(values: Values) -> int:
     return int(np.count_nonzero(values & 15) + np.count_nonzero(values >> 4))
 
 
-def _joined(parts: list[Buffer], which: int) -> ByteArray:
+def _joined(parts: list[ByteArray], which: int) -> ByteArray:
     """The parts end to end in one of this thread's two buffers."""
     if not hasattr(_local, "joined"):
         _local.joined = np.empty((2, BLOCK_BYTES), np.uint8)
     size = sum(map(len, parts))
     out: ByteArray = _local.joined[which][:size]
-    np.concatenate([as_bytes(part) for part in parts], out=out)
+    np.concatenate(parts, out=out)
     return out

@@ -11,7 +11,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ def order(name: str, nbytes: int, width: int) -> tuple[int, bool, bytes]:
     return -width, nbytes < SMALL_BYTES, name.encode()
 
 
+@cache
 def width_of(dtype: str) -> int:
     """Bytes of the elements that a dtype is compared by: packed ones by the byte, complex ones by part."""
     bits = 32 if dtype == "C64" else ITEM_BITS[dtype]
@@ -209,8 +210,12 @@ class SparseFile:
     def pieces(self, name: str) -> Iterator[Piece]:
         """The changes of a tensor, in order; the pieces cover it without gaps. DeltaError."""
         t, i = self._tables, self._index[name]
-        start, end = int(t.starts[i]), int(t.starts[i + 1])
         b = self._first_blocks[i]
+        shared = self._shared
+        if shared is not None and shared.block == b and i in shared.whole:
+            yield shared.piece(i, 0, self.tensors[name].nbytes)
+            return
+        start, end = int(t.starts[i]), int(t.starts[i + 1])
         while b < len(t.changes) and int(t.block_starts[b]) < end:
             begin, stop, width = int(t.block_starts[b]), int(t.block_starts[b + 1]), int(t.widths[b])
             if begin >= start and stop <= end:
@@ -283,6 +288,7 @@ class _SharedBlock:
 
     block: int
     first: int
+    whole: range  # tensors that no other block has a part of
     bounds: list[int]
     positions: Positions
     values: Values
@@ -296,7 +302,8 @@ class _SharedBlock:
         starts = (tables.starts[first : last + 1] - begin) // width  # the first may lie before the block
         bounds = np.searchsorted(positions, starts)
         positions -= np.repeat(starts[:-1], np.diff(bounds))
-        return cls(block, first, bounds.tolist(), positions, values)
+        whole = range(first + int(starts[0] < 0), last - int(tables.starts[last] > stop))
+        return cls(block, first, whole, bounds.tolist(), positions, values)
 
     def piece(self, tensor: int, start: int, end: int) -> Piece:
         a, z = self.bounds[tensor - self.first : tensor - self.first + 2]

@@ -17,7 +17,7 @@ from ..ports import Buffer
 from ..safetensors import ByteArray
 
 LEVEL = 1
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 
 _MAGIC = 0xFD2FB528
 _RLE, _RESERVED = 1, 3

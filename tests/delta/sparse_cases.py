@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stitch_core.delta.sparse_encode import Source, encode_sparse
 from stitch_core.delta.sparse_file import Changed, SparseFile
 from stitch_core.files import PosixFiles
+from stitch_core.safetensors import as_bytes
 from stitch_core.state import tensor_digest
 
 FILES = PosixFiles()
@@ -26,7 +27,7 @@ def delta(
 ) -> list[SparseFile]:
     """The sparse files below ``path`` that turn ``old`` into ``new``."""
     path.mkdir(parents=True, exist_ok=True)
-    sources = [Source(n, old[n], new[n], widths[n], tensor_digest(old[n])) for n in old]
+    sources = [Source(n, as_bytes(old[n]), as_bytes(new[n]), widths[n], tensor_digest(old[n])) for n in old]
     paths, changed, stats = encode_sparse(
         sources, lambda i: path / f"{i}.sparse", FILES, workers=workers, file_bytes=file_bytes
     )

@@ -187,7 +187,7 @@ def test_a_tensor_of_another_size_is_refused_before_it_is_touched(tmp_path: Path
 
 def test_a_write_that_fails_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    old, new = bytes(300_000), b"x" * 300_000
+    old, new = np.zeros(300_000, np.uint8), np.ones(300_000, np.uint8)
     sources = [Source(name, old, new, 2, "0" * 32) for name in "ab"]
     with pytest.raises(OSError, match="1"):
         encode_sparse(sources, lambda i: tmp_path / str(i), FILES, file_bytes=1)
