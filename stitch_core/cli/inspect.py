@@ -13,7 +13,7 @@ from typing import Any
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
-from ..dialects import INDEX_NAME, read_index
+from ..dialects import read_index
 from ..files import PosixFiles
 from ..head import CHANNEL_FORMAT, HEAD_FORMAT, Channel, Head
 from ..host_marker import FORMAT as HOST_FORMAT
@@ -34,6 +34,7 @@ from .common import (
     opened_store,
     size_text,
 )
+from .publish import is_delta_directory
 from .target import HELP, Target, resolve
 from .versions import describe
 
@@ -242,8 +243,7 @@ def _directory(path: Path, files: PosixFiles) -> dict[str, Any]:
         marker = Marker.decode(files.read(path / "marker.json"), str(path / "marker.json"))
         inner = _directory(path / marker.data, files) if marker.target is None else {}
         return {"is": "host checkpoint", **_marker(marker), "checkpoint": inner}
-    index = path / INDEX_NAME
-    if index.exists() and read_index(files.read(index), str(index)).kind == "delta":
+    if is_delta_directory(path, files):
         delta = DeltaDirectory.open(path, files)
         i, names = delta.index, {payload.frame.file for payload in delta.payloads.values()}
         return {

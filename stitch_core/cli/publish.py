@@ -83,7 +83,7 @@ async def run(options: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise UsageError(f"{options.directory} is not a directory")
     files = PosixFiles()
-    is_delta = _is_delta(directory, files)
+    is_delta = is_delta_directory(directory, files)
     if is_delta and options.as_delta:
         raise UsageError(f"{options.directory} is a delta already: --as-delta is for full checkpoints")
     if options.encoding and not is_delta and not options.as_delta:
@@ -148,7 +148,8 @@ async def rebuild(
     return host
 
 
-def _is_delta(directory: Path, files: PosixFiles) -> bool:
+def is_delta_directory(directory: Path, files: PosixFiles) -> bool:
+    """Whether a directory's index says that it is a delta. Raises CheckpointError."""
     index = directory / INDEX_NAME
     return files.exists(index) and read_index(files.read(index), str(index)).kind == "delta"
 

@@ -16,7 +16,6 @@ from ..chain import ChainReader
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.wire import frame_length
-from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles
 from ..host_marker import Marker
 from ..manifest import FormatError, Manifest, PayloadFile, run_prefix
@@ -34,6 +33,7 @@ from .common import (
     say,
     size_text,
 )
+from .publish import is_delta_directory
 from .target import HELP, Target, resolve
 
 PROGRESS_SECONDS = 5.0
@@ -261,7 +261,7 @@ def verify_directory(path: Path, expected: str | None) -> dict[str, Any]:
     try:
         if (path / "marker.json").exists():
             _host(path, files, result)
-        elif _is_delta(path, files):
+        elif is_delta_directory(path, files):
             _delta(path, files, result)
         else:
             _hash(path, files, result)
@@ -271,11 +271,6 @@ def verify_directory(path: Path, expected: str | None) -> dict[str, Any]:
         problem = f"its state is {result.get('state')}, not {expected}"
         result["problems"].append({"where": str(path), "problem": problem})
     return result
-
-
-def _is_delta(path: Path, files: PosixFiles) -> bool:
-    index = path / INDEX_NAME
-    return index.exists() and read_index(files.read(index), str(index)).kind == "delta"
 
 
 def _host(path: Path, files: PosixFiles, result: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.ports import Blob, Buffer, Capabilities, Entry, FileSource, NotFound, Unavailable
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from tests.cli.commands import Said, Shell
+from tests.stores.test_kit import IgnoresTags, Overwrites
 
 
 def results(said: Said) -> dict[str, str]:
@@ -79,22 +80,6 @@ def test_a_sound_store(check: Callable[..., Said]) -> None:
     said = check(MemoryStore)
     assert said.code == 0
     assert results(said)["clock"] == "skipped"
-
-
-class Overwrites(MemoryStore):
-    """Ignores If-None-Match."""
-
-    async def create(self, key: str, source: Buffer | FileSource) -> None:
-        await self.delete(key)
-        await super().create(key, source)
-
-
-class IgnoresTags(MemoryStore):
-    """Ignores If-Match."""
-
-    async def swap(self, key: str, expected: str | None, data: bytes) -> str:
-        await self.replace(key, data)
-        return (await self.load(key)).tag
 
 
 class Racy(MemoryStore):
