@@ -205,6 +205,7 @@ def _fields(head: Head) -> dict[str, Any]:
     return {
         "number": head.number, "epoch": head.epoch, "manifest": head.key, "digest": head.digest,
         "writer": head.writer[:8], "time": head.time,
+        "abandoned": [f"{first} to {last}" for first, last in head.abandoned],
     }  # fmt: skip
 
 

@@ -98,6 +98,13 @@ def test_inspect_keys(run: Shell) -> None:
         assert complaint in run("inspect", what, "--store", run.store).complaint
 
 
+def test_inspect_a_head_after_a_rollback(run: Shell) -> None:
+    assert run("rollback", "--store", run.store, "--run", "r", "--to", 2).code == 0
+    assert run("inspect", "runs/r/head", "--store", run.store, "--json").json["abandoned"] == ["3 to 3"]
+    assert run("diff", "r/2", "r", "--store", run.store).code == 0
+    assert run("verify", "r", "--store", run.store).code == 0
+
+
 def test_inspect_paths(run: Shell) -> None:
     def inspect(path: Path) -> dict[str, object]:
         found: dict[str, object] = run("inspect", path, "--json").json
