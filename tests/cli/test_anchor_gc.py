@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+from stitch_core.cli import anchor
 from stitch_core.cli.gc import duration
+from stitch_core.cli.main import build_parser
 from tests.cli.commands import Shell
 
 
@@ -62,6 +67,28 @@ def test_a_checkpoint_must_be_the_version_to_the_bit(run: Shell, tmp_path: Path)
 )
 def test_what_means_nothing_is_refused(run: Shell, more: list[object], message: str) -> None:
     assert message in run("anchor", *options(run), *more).complaint
+
+
+async def test_it_follows_a_run_until_it_is_told_to_stop(
+    run: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that is not there yet is waited for; each full that is due is uploaded once."""
+    store = run.store
+    run.store = f"file:{run.root / 'nothing'}"
+    given = ["anchor", *options(run), "--base", run.base, "--every", "2", "--follow", "--poll", "0.02"]
+    task = asyncio.ensure_future(anchor.run(build_parser().parse_args([str(option) for option in given])))
+    async with asyncio.timeout(20):
+        while "has no head" not in capsys.readouterr().err:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        (run.root / "nothing").mkdir(exist_ok=True)
+        shutil.copytree(store.removeprefix("file:"), run.root / "nothing", dirs_exist_ok=True)
+        while "r/weight_v000003 is a full beside the chain now" not in capsys.readouterr().out:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+    documents = [name for name in files(run, "fulls") if name.endswith(".json") and "/" not in name]
+    assert len(documents) == 1
 
 
 def test_gc_keeps_everything_without_floors(run: Shell) -> None:

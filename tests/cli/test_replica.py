@@ -18,6 +18,7 @@ import pytest
 
 from stitch_core import plugins, scratch
 from stitch_core.cli import replica
+from stitch_core.cli.common import UsageError
 from stitch_core.cli.main import build_parser
 from stitch_core.replica.asgi import Receive, Scope, Send
 from stitch_core.replica.engines import OpenedEngine
@@ -263,6 +264,25 @@ def test_addresses() -> None:
     assert listed[2].endswith(f":{port}")
     assert "0.0.0.0" not in listed[2]
     assert listed[3] == "https://me/"
+
+
+async def test_it_uploads_fulls_from_its_host_checkpoint(
+    shell: Shell, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """While it serves; with scratch space also when the next version comes at once."""
+    await asyncio.to_thread(shell.claim)
+    await publish(shell)
+    scratch = tmp_path / "scratch"
+    more = ("--run", "r", "--anchor-every", 1, "--anchor-scratch", scratch)
+    async with running(shell, capsys, *more) as one:
+        await one.serves(1)
+        fulls = Path(shell.store.removeprefix("file:")) / "runs/r/fulls"
+        async with asyncio.timeout(10):
+            while not list(fulls.glob("000001.*.json")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert not (scratch / "anchor").exists()
+    with pytest.raises(UsageError, match="--anchor-scratch is for --anchor-every"):
+        await replica.run(build_parser().parse_args(arguments(shell, "--anchor-scratch", scratch)))
 
 
 # -------------------------------------------------------------------------------------- as users start it

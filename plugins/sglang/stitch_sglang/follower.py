@@ -82,5 +82,6 @@ class Follower:
         self._stager = StagerProcess(
             self._settings.store, self._boot, self._scratch.path, activity=activity,
             cache=self._settings.cache, cache_bytes=self._settings.cache_bytes,
+            anchor_every=self._settings.anchor_every,
         )  # fmt: skip
         return self._stager

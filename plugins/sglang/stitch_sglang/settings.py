@@ -27,6 +27,7 @@ OPTIONS = {
     "host_dir": "where the host checkpoint lives; a tmpfs where it fits (default: a temporary directory)",
     "cache": "keep fetched files in this directory, by digest, for all replicas of this host that name it",
     "cache_bytes": f"bytes that the cache may take ({DEFAULT_BYTES})",
+    "anchor_every": "upload a full beside the chain when the newest is so many versions old (default: none)",
     "id": "this replica's name (default: host name and a random part)",
     "address": "how others reach this replica (default: SGLang's host and port)",
     "kv_mode": "in_place or retract: at an activation keep the KV of running requests, or compute it again",
@@ -54,6 +55,7 @@ class Settings:
     host_dir: Path | None = None
     cache: Path | None = None
     cache_bytes: int = DEFAULT_BYTES
+    anchor_every: int | None = None
     id: str | None = None
     address: str | None = None
     kv_mode: KVMode = "in_place"
@@ -121,7 +123,7 @@ def _parse(name: str, text: str) -> Any:
             return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
         if name in ("host_dir", "cache"):
             return Path(os.path.abspath(text))
-        if kinds[name] == "int":
+        if kinds[name] in ("int", "int | None"):
             return _positive(text)
         if kinds[name] == "float":
             return float(text)
