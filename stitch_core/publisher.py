@@ -11,18 +11,19 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from .chain import ChainReader, NoHead
+from .claims import ClaimRefused, Fenced, OutcomeUnknown, PublishError, Resume
 from .floors import FloorRaiser
 from .head import Head, head_key
 from .manifest import (
     FormatError,
     Manifest,
-    PayloadFile,
     Representation,
     Row,
     extend_history,
+    floor_number,
     payload_prefix,
     run_prefix,
 )
@@ -33,52 +34,20 @@ from .ports import (
     Clock,
     Conflict,
     Files,
-    FileSource,
     RunBlocking,
     Store,
     StoreError,
     Unavailable,
     WriteRefused,
 )
+from .records import How
 from .retry import Retry, retrying
-from .stores.transfer import file_digest, upload, verify
+from .uploading import readable, representation_of, upload_payload
 from .versions import check_run_id
 
 T = TypeVar("T")
 
-PARALLEL_UPLOADS = 16
 CLAIM_ATTEMPTS = 16
-
-
-class PublishError(Exception):
-    """A version was not published; the head is where it was, and the next publish may go on."""
-
-
-class ClaimRefused(PublishError):
-    """The run cannot be claimed as asked."""
-
-
-class Fenced(PublishError):
-    """Another writer has claimed the run: this one publishes nothing any more."""
-
-
-class OutcomeUnknown(PublishError):
-    """Nobody can tell whether the head moved; only a new claim can find out."""
-
-
-class _Transfer(TypedDict):
-    policy: Retry
-    rng: random.Random
-    run_blocking: RunBlocking
-
-
-@dataclass(frozen=True)
-class _Resume:
-    """What a claim says of where its trainer comes from; see ``Publisher.claim``."""
-
-    state: str | None = None
-    saved: int | None = None
-    override: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +126,7 @@ class Publisher:
         not the head's state and no ``saved`` says that this is meant. OutcomeUnknown when the store does
         not say what became of the swap.
         """
-        asked = _Resume(resume, saved, override)
+        asked = Resume(resume, saved, override)
 
         async def take() -> _Claim | None:
             try:
@@ -215,19 +184,15 @@ class Publisher:
                 return claim.manifest
         raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
 
-    async def _first_claim(self, boot: Boot, asked: _Resume) -> _Claim | None:
-        if asked.state not in (None, boot.state) or asked.saved:
-            raise ClaimRefused(
-                f"run {self.run} does not exist, so it cannot go on from "
-                f"{f'version {asked.saved}' if asked.saved else f'state {asked.state}'}: is this its store?"
-            )
+    async def _first_claim(self, boot: Boot, asked: Resume) -> _Claim | None:
+        asked.check_new(self.run, boot.state)
         for epoch in range(1, CLAIM_ATTEMPTS):
             manifest = Manifest(
                 self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
                 time=self._clock.time(), producer=self._producer,
             )  # fmt: skip
             try:
-                await self._create(run_prefix(self.run) + manifest.key, _readable(manifest))
+                await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
             except AlreadyExists:
                 # A claim that died before its head: the same weights are the same version 0.
                 left = await self._load(run_prefix(self.run) + manifest.key)
@@ -240,7 +205,7 @@ class Publisher:
             f"run {self.run} has {CLAIM_ATTEMPTS - 1} abandoned starts from other checkpoints; use a new id"
         )
 
-    async def _next_claim(self, boot: Boot, asked: _Resume, head: Head, tag: str) -> _Claim | None:
+    async def _next_claim(self, boot: Boot, asked: Resume, head: Head, tag: str) -> _Claim | None:
         manifest = await self._call(lambda: self._chain.manifest(self.run, head))
         version0 = await self._call(lambda: self._chain.boot(manifest))
         if version0.state != boot.state:
@@ -249,58 +214,13 @@ class Publisher:
                 f"{boot.state}, version 0 ({version0.representation.source}) has {version0.state}; use that "
                 "one or a new run id"
             )
-        if not asked.override:
-            self._check_saved(asked.saved, head)
-        base = await self._find_base(asked, head, manifest)
+        asked.check_saved(self.run, head)
+        base = await asked.find_base(
+            head, manifest, lambda wanted: self._call(lambda: self._chain.find(manifest, wanted))
+        )
         if asked.saved is not None and asked.override:
             head = head.going_on_from(asked.saved)
         return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest, base)
-
-    def _check_saved(self, saved: int | None, head: Head) -> None:
-        if saved is None:
-            return
-        if saved > head.number:
-            raise ClaimRefused(
-                f"run {self.run} is at version {head.number}, but the trainer's checkpoint was saved at "
-                f"version {saved}: is this the same store?"
-            )
-        given_up = head.abandoned_range(saved)
-        if given_up is not None:
-            raise ClaimRefused(
-                f"the trainer's checkpoint was saved at version {saved} of run {self.run}, and a rollback to "
-                f"{given_up[0] - 1} gave up the versions {given_up[0]} to {given_up[1]}: resume from a "
-                f"checkpoint of version {given_up[0] - 1} or before, or say --override to undo the rollback"
-            )
-
-    async def _find_base(self, asked: _Resume, head: Head, manifest: Manifest) -> Row | None:
-        """The version whose state the next delta builds on, as the claim says; None if it says nothing."""
-        if asked.state is None:
-            return None
-        if asked.state == manifest.state:
-            return manifest.row()
-        if asked.saved is None and not asked.override:
-            raise ClaimRefused(
-                f"run {self.run} is at version {head.number}, whose state is {manifest.state}, not "
-                f"{asked.state}: resume from a checkpoint of that version, say at which version it was "
-                "saved, or start a new run"
-            )
-        found = await self._find(manifest, lambda row: (
-            row.state == asked.state and (asked.override or head.abandoned_range(row.number) is None)
-        ))  # fmt: skip
-        if found is not None:
-            return found.row()
-        given_up = await self._find(manifest, lambda row: row.state == asked.state)
-        if given_up is None:
-            raise ClaimRefused(
-                f"{asked.state} is the state of no version of run {self.run}: a delta can only build on one"
-            )
-        raise ClaimRefused(
-            f"the trainer's next delta would build on version {given_up.number} of run {self.run}, which a "
-            "rollback gave up: resume from a version before it, or say --override to undo the rollback"
-        )
-
-    async def _find(self, newest: Manifest, wanted: Callable[[Row], bool]) -> Manifest | None:
-        return await self._call(lambda: self._chain.find(newest, wanted))
 
     async def _take(
         self, expected: str | None, head: Head, manifest: Manifest, base: Row | None = None
@@ -340,7 +260,7 @@ class Publisher:
         self._check_base(payload, claim.manifest)
         try:
             manifest = await self._upload(payload, number, claim)
-            await self._create(run_prefix(self.run) + manifest.key, _readable(manifest))
+            await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
         except (StoreError, OSError, FormatError) as error:
             raise self._not_published(number, error) from error
         await self._move(claim, manifest)
@@ -396,7 +316,7 @@ class Publisher:
         It must be the state of a version from the head's floor on: what is below may have been collected.
         """
         claim = self._claimed()
-        parent, floor = claim.manifest, _floor(claim.manifest)
+        parent, floor = claim.manifest, floor_number(claim.manifest)
         # The floor and the base of the claim may be older than what the history still lists.
         rows = (parent.row(), *parent.history, parent.floor, claim.base)
         return any(row is not None and row.state == state and row.number >= floor for row in rows)
@@ -405,53 +325,22 @@ class Publisher:
         if payload.kind == "delta" and not self.builds_on(payload.base or ""):
             raise PublishError(
                 f"the delta's base {payload.base} is not the state of a version of run {self.run} from its "
-                f"floor {_floor(parent)} to its head {parent.number}: publish a full, or encode against the "
-                "head"
+                f"floor {floor_number(parent)} to its head {parent.number}: publish a full, or encode "
+                "against the head"
             )
 
     async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
-        limit = asyncio.Semaphore(PARALLEL_UPLOADS)
-        representation = Representation(
-            payload.kind, (), payload.base, payload.encoding,
-            {} if payload.encoding == "sparse" else dict(payload.changed),
-        ) if payload.kind == "delta" else Representation("full")  # fmt: skip
         parent = claim.manifest
         floor = None if payload.kind == "full" else parent.floor or parent.row()
         if floor is not None and self._floors is not None and payload.base is not None:
             floor = await self._floors.find(parent, payload.base) or floor
         manifest = Manifest(
-            self.run, number, claim.head.epoch, payload.state, representation, extend_history(parent),
-            boot=parent.boot or parent.row(), floor=floor, step=payload.step, time=self._clock.time(),
-            producer=self._producer, metadata=dict(payload.metadata),
+            self.run, number, claim.head.epoch, payload.state, representation_of(payload),
+            extend_history(parent), boot=parent.boot or parent.row(), floor=floor, step=payload.step,
+            time=self._clock.time(), producer=self._producer, metadata=dict(payload.metadata),
         )  # fmt: skip
-
-        how: _Transfer = {"policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking}
-
-        async def put(name: str) -> PayloadFile:
-            async with limit:
-                path = payload.directory / name
-                size = await self._run_blocking(self._files.size, path)
-                sha256 = await self._run_blocking(file_digest, self._files, path, size)
-                await upload(
-                    self._store, manifest.file_key(name), FileSource(self._files, path, size), sha256, **how
-                )
-            return await check(PayloadFile(name, size, sha256))
-
-        async def check(file: PayloadFile) -> PayloadFile:
-            async with limit:
-                await verify(self._store, manifest.file_key(file.name), file.size, file.sha256, **how)
-                return file
-
-        tasks = [asyncio.ensure_future(put(name)) for name in payload.files]
-        tasks += [asyncio.ensure_future(check(file)) for file in payload.uploaded]
-        try:
-            uploaded = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        return _with_files(manifest, tuple(uploaded))
+        how: How = {"policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking}
+        return await upload_payload(self._store, self._files, manifest, payload, how)
 
     # ------------------------------------------------------------------------------------------- store
 
@@ -519,22 +408,3 @@ class Publisher:
             if found.data != data:
                 raise
             return found.tag
-
-
-def _floor(manifest: Manifest) -> int:
-    """The lowest version that a delta on top of ``manifest`` may build on."""
-    return manifest.floor.number if manifest.floor else manifest.number
-
-
-def _with_files(manifest: Manifest, files: tuple[PayloadFile, ...]) -> Manifest:
-    return replace(manifest, representation=replace(manifest.representation, files=files))
-
-
-def _readable(manifest: Manifest) -> bytes:
-    """The manifest's bytes; FormatError if no reader would take them."""
-    try:
-        data = manifest.encode()
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"its manifest cannot be written: {error}") from error
-    Manifest.decode(data, manifest.key)
-    return data

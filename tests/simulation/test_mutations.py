@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stitch_core import publisher
+from stitch_core import publisher, uploading
+from stitch_core.claims import Resume
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
@@ -132,8 +133,8 @@ def swaps_before_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*args: Any, **options: Any) -> None:
         return None
 
-    monkeypatch.setattr(publisher, "upload", nothing)
-    monkeypatch.setattr(publisher, "verify", nothing)
+    monkeypatch.setattr(uploading, "upload", nothing)
+    monkeypatch.setattr(uploading, "verify", nothing)
 
 
 def takes_silence_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +147,8 @@ def takes_silence_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*args: Any, **options: Any) -> None:
         return None
 
-    monkeypatch.setattr(publisher, "upload", once)
-    monkeypatch.setattr(publisher, "verify", nothing)
+    monkeypatch.setattr(uploading, "upload", once)
+    monkeypatch.setattr(uploading, "verify", nothing)
 
 
 def moves_the_head_without_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +179,8 @@ def keeps_the_base_of_a_failed_publish(self: DeltaEncoder) -> None:
     pass
 
 
-@method(Publisher, "_check_saved")
-def resumes_in_what_was_given_up(self: Publisher, saved: int | None, head: Head) -> None:
+@method(Resume, "check_saved")
+def resumes_in_what_was_given_up(self: Resume, run: str, head: Head) -> None:
     pass
 
 

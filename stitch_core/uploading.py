@@ -1,0 +1,59 @@
+"""A version's files on their way into a store, each read back, and the manifest that then names them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from .gathering import all_of
+from .manifest import FormatError, Manifest, PayloadFile, Representation
+from .payload import Payload
+from .ports import Files, FileSource, Store
+from .records import How
+from .stores.transfer import file_digest, upload, verify
+
+PARALLEL_UPLOADS = 16
+
+
+def representation_of(payload: Payload) -> Representation:
+    """What a manifest says of the payload, without its files."""
+    if payload.kind == "full":
+        return Representation("full")
+    changed = {} if payload.encoding == "sparse" else dict(payload.changed)
+    return Representation("delta", (), payload.base, payload.encoding, changed)
+
+
+async def upload_payload(
+    store: Store, files: Files, manifest: Manifest, payload: Payload, how: How
+) -> Manifest:
+    """The manifest with its files, all of which are in the store and were read back.
+
+    Raises StoreError, OSError; then none is on its way any more.
+    """
+
+    async def put(name: str) -> PayloadFile:
+        path = payload.directory / name
+        size = await how["run_blocking"](files.size, path)
+        sha256 = await how["run_blocking"](file_digest, files, path, size)
+        source = FileSource(files, path, size, sha256)
+        await upload(store, manifest.file_key(name), source, sha256, **how)
+        return await check(PayloadFile(name, size, sha256))
+
+    async def check(file: PayloadFile) -> PayloadFile:
+        await verify(store, manifest.file_key(file.name), file.size, file.sha256, **how)
+        return file
+
+    calls = [functools.partial(put, name) for name in payload.files]
+    calls += [functools.partial(check, file) for file in payload.uploaded]
+    uploaded = tuple(await all_of(calls, PARALLEL_UPLOADS))
+    return replace(manifest, representation=replace(manifest.representation, files=uploaded))
+
+
+def readable(manifest: Manifest) -> bytes:
+    """The manifest's bytes; FormatError if no reader would take them."""
+    try:
+        data = manifest.encode()
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"its manifest cannot be written: {error}") from error
+    Manifest.decode(data, manifest.key)
+    return data
