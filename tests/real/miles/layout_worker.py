@@ -30,7 +30,7 @@ def main(root: Path, size: int, port: str, steps: int, extra: list[str]) -> int:
     framework.install()
     from driver import flags
 
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
     usual = flags(root, 1, steps)
     if "tied" in extra:
         usual.remove("--untie-embeddings-and-output-weights")

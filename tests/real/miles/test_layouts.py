@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,24 +80,19 @@ def write_policies(root: Path, tensors: Layout, **changes: object) -> None:
     ids=["stages and experts", "stages with tied embeddings"],
 )
 def test_what_the_ranks_hold_is_published_as_one_policy(
-    tmp_path: Path, ranks: int, tensors: Layout, changes: dict[str, object], flags: list[str]
+    world: World, ranks: int, tensors: Layout, changes: dict[str, object], flags: list[str]
 ) -> None:
-    world = World(tmp_path)
-    write_policies(tmp_path, tensors, **changes)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.real.miles.layout_worker", str(tmp_path),
-             str(ranks), str(free_port()), str(STEPS), *flags],
-            capture_output=True, text=True, timeout=300,
-            env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    finally:
-        world.close()
-    assert done.returncode == 0, done.stderr[-6000:]
+    root = world.root
+    write_policies(root, tensors, **changes)
+    actors = world.start(
+        "actors", "-m", "tests.real.miles.layout_worker", str(root), str(ranks), str(free_port()),
+        str(STEPS), *flags,
+    )  # fmt: skip
+    assert actors.wait() == 0, actors.text()[-6000:]
     for rank in range(ranks):
-        assert f"rank {rank}: versions {list(range(STEPS + 1))}" in done.stdout
-    versions = asyncio.run(chain_of(LocalStore(tmp_path / "store"), "math"))
+        assert f"rank {rank}: versions {list(range(STEPS + 1))}" in actors.text()
+    versions = asyncio.run(chain_of(LocalStore(root / "store"), "math"))
     assert [(m.number, m.step) for m in versions] == [(0, None), (1, 0), (2, 1)]
     names = ("boot", *(f"policy-{step}" for step in range(STEPS)))
-    assert [m.state for m in versions] == [Checkpoint.open(tmp_path / name, FILES).state() for name in names]
+    assert [m.state for m in versions] == [Checkpoint.open(root / name, FILES).state() for name in names]
     assert all(set(m.representation.changed) == set(tensors) for m in versions[1:])
