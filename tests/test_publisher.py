@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from stitch_core.chain import ChainReader
 from stitch_core.head import Head, head_key
 from stitch_core.manifest import Manifest, Representation, run_prefix
-from stitch_core.ports import Capabilities, Conflict, Store, StoreError, Unavailable, WriteRefused
+from stitch_core.ports import Buffer, Capabilities, Conflict, Store, StoreError, Unavailable, WriteRefused
 from stitch_core.publisher import (
     Boot,
     ClaimRefused,
@@ -20,13 +22,17 @@ from stitch_core.publisher import (
     OutcomeUnknown,
     PublishError,
 )
+from stitch_core.retry import Retry
+from stitch_core.stores.local import LocalStore
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from tests.small_run import (
     FILES,
     QUICK_RETRY,
     FaultyStore,
     Trainer,
+    UnsyncedFiles,
     chain_of,
+    inline,
     rebuild_all,
 )
 
@@ -566,6 +572,32 @@ async def test_a_store_that_refuses_a_write_is_told_at_once_and_the_claim_holds(
     faulty.fail = lambda *_: None
     assert (await trainer.publish(publisher)).number == 3
     await rebuild_all(faulty.store, trainer, trainer.root / "host")
+
+
+async def test_a_local_store_that_became_read_only_is_told_at_once(trainer: Trainer, tmp_path: Path) -> None:
+    """It used to be an unknown outcome, two minutes later."""
+
+    class Mount(UnsyncedFiles):
+        read_only = False
+
+        def write_new(self, path: Path, data: Buffer) -> None:
+            if self.read_only:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            super().write_new(path, data)
+
+    mount = Mount()
+    store = LocalStore(tmp_path / "store", mount, inline)
+    publisher = trainer.publisher(store, retry=Retry(), deadline=120.0)
+    await publisher.claim(trainer.version0)
+    await trainer.publish(publisher)
+    mount.read_only = True
+    async with asyncio.timeout(20):
+        with pytest.raises(PublishError, match="was not published: .*EROFS"):
+            await trainer.publish(publisher)
+        with pytest.raises(ClaimRefused, match="run r cannot be claimed: .*EROFS"):
+            await trainer.publisher(store, retry=Retry(), deadline=120.0).claim(trainer.version0)
+    mount.read_only = False
+    assert (await trainer.publish(publisher)).number == 3
 
 
 async def test_a_refusal_after_a_swap_that_may_yet_land_is_an_unknown_outcome(trainer: Trainer) -> None:
