@@ -10,6 +10,8 @@ from ..ports import TrainerGroup
 
 T = TypeVar("T")
 
+HANGS = "Timed out"  # what gloo says of a peer that is there and does not answer
+
 
 class RanksFailed(Exception):
     """At least one process of the trainer failed; every process raises it, with every message."""
@@ -32,7 +34,12 @@ class RanksGone(Exception):
 
     def __init__(self, ranks: Sequence[int], why: str) -> None:
         names = ", ".join(map(str, ranks))
-        super().__init__(f"rank {names} is gone ({why})")
+        hangs = HANGS in why
+        word = "does not answer" if hangs else "is gone"
+        hint = (
+            "; it hangs, or waits for a rank that does: see what rank 0 says" if hangs and 0 in ranks else ""
+        )
+        super().__init__(f"rank {names} {word} ({why}){hint}")
         self.ranks = tuple(ranks)
 
 
@@ -41,7 +48,8 @@ class ProcessGroup:
 
     Everything goes through rank 0, one connection for each of the others: where the ring of an
     ``all_gather`` only tells that some neighbour is gone, this names the rank, and tells all that live. A
-    process that died is seen at once, one that hangs when the group's own timeout is over.
+    process that died is seen at once. For one that hangs everybody waits until the group's own timeout is
+    over, and rank 0 names it.
     """
 
     def __init__(self, distributed: Any, group: Callable[[], Any] = lambda: None) -> None:
@@ -84,8 +92,10 @@ class ProcessGroup:
             try:
                 values.append(self._receive(rank))
             except RuntimeError as error:
-                gone.append(rank)
                 why = _first_line(error)
+                if HANGS in why:  # gloo has closed the connections to the others too
+                    return values, [rank], why
+                gone.append(rank)
         return values, gone, why
 
     def _send(self, value: Any, rank: int) -> None:
