@@ -592,9 +592,9 @@ async def test_a_local_store_that_became_read_only_is_told_at_once(trainer: Trai
     await trainer.publish(publisher)
     mount.read_only = True
     async with asyncio.timeout(20):
-        with pytest.raises(PublishError, match="was not published: .*EROFS"):
+        with pytest.raises(PublishError, match=r"was not published: .*EROFS"):
             await trainer.publish(publisher)
-        with pytest.raises(ClaimRefused, match="run r cannot be claimed: .*EROFS"):
+        with pytest.raises(ClaimRefused, match=r"run r cannot be claimed: .*EROFS"):
             await trainer.publisher(store, retry=Retry(), deadline=120.0).claim(trainer.version0)
     mount.read_only = False
     assert (await trainer.publish(publisher)).number == 3
