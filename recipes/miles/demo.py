@@ -184,11 +184,11 @@ def text(report: dict[str, Any], root: Path) -> str:
             f"{behind} versions, of {report['samples']} samples; {report['spanning']} span an activation",
         ),
         ("found out", f"shifted labels: {shifted}; the replica that lies: {lies}"),
-        ("publishing", f"{middle(report['publish_seconds']):.3f} s from gather to head (median)"),
-        ("", f"{middle(report['update_seconds']):.3f} s of them on the trainer's path, in update_weights"),
+        ("publishing", f"{middle(report['publish_seconds']):.3f} s from gather to head; update_weights held "
+         f"the trainer for {middle(report['update_seconds']):.3f} s (medians)"),
         ("all in", f"{report['seconds']:.0f} s; report.json and the rest are in {root}"),
         *(("NOT MET", problem) for problem in proof["problems"]),
-    ]
+    ]  # fmt: skip
     return "\n".join(f"{name:12} {words}" for name, words in lines)
 
 
