@@ -248,8 +248,8 @@ class S3Store:
     async def _check_parts(self, key: str, sent: Sent, answer: dict[str, Any]) -> None:
         """Two creators that meet at a server without conditions here: the one that lost is told so."""
         head = await self._head(key)
-        etag, checksum = answer.get("ETag"), head.get("ChecksumSHA256")
-        if (etag and head.get("ETag") != etag) or (checksum and checksum != sent.composite):
+        etag, checksum = answer.get("ETag", "").strip('"'), head.get("ChecksumSHA256")
+        if (etag and head["ETag"].strip('"') != etag) or (checksum and checksum != sent.composite):
             raise AlreadyExists(f"{self._name(key)} was created by another writer at the same time")
         self._composites[sent.composite] = sent.sha256
         while len(self._composites) > KEPT_COMPOSITES:
@@ -400,7 +400,7 @@ def _tag(answer: dict[str, Any], key: str) -> str:
 
 
 def open_url(url: str) -> S3Store:
-    """``s3://bucket/prefix?endpoint=...&region=...&profile=...``; docs/operations.md has them all. BadUrl."""
+    """``s3://bucket/prefix?endpoint=...&region=...&profile=...``; docs/s3.md has them all. Raises BadUrl."""
     location = parse_url(url)
     check_installed()
     return S3Store(location)
