@@ -111,7 +111,13 @@ class Rollback:
             self.say(f"the head has moved to {claimed.number} meanwhile")
             given_up = (number + 1, claimed.number)
             if payload.kind == "delta":
-                payload, proof = await self._prepare(claimed, goal, known)
+                try:
+                    payload, proof = await self._prepare(claimed, goal, known)
+                except RollbackRefused as refused:
+                    raise RollbackRefused(
+                        f"{refused}. The trainer is fenced by now, versions {given_up[0]} to {given_up[1]} are "
+                        "given up, and the head stays where it is until a rollback goes through"
+                    ) from refused
         metadata = {**self.metadata, "rollback": {"to": number, "given_up": list(given_up)}}
         self.say(f"publishing {len(payload.files)} files")
         manifest = await self.publisher.publish(replace(payload, step=goal.step, metadata=metadata))

@@ -348,8 +348,9 @@ async def test_the_trainer_publishes_meanwhile(trainer: Trainer, full: bool) -> 
 
     rollback.publisher.take_back = late  # type: ignore[method-assign]
     if full:
-        with pytest.raises(RollbackRefused, match="version 4, on the way back, is a full"):
+        with pytest.raises(RollbackRefused, match="version 4, on the way back, is a full") as error:
             await rollback.to(1)
+        assert "The trainer is fenced by now, versions 2 to 4 are given up" in str(error.value)
         # It is fenced, and what is above 1 given up: with a checkpoint the rollback goes through.
         assert (await head_of(store)).abandoned == ((2, 4),)
         done = await roll_back(trainer, store, 1, trainer.boot)
