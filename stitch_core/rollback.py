@@ -115,8 +115,8 @@ class Rollback:
                     payload, proof = await self._prepare(claimed, goal, known)
                 except RollbackRefused as refused:
                     raise RollbackRefused(
-                        f"{refused}. The trainer is fenced by now, versions {given_up[0]} to {given_up[1]} are "
-                        "given up, and the head stays where it is until a rollback goes through"
+                        f"{refused}. The trainer is fenced by now, versions {given_up[0]} to {given_up[1]} "
+                        "are given up, and the head stays where it is until a rollback goes through"
                     ) from refused
         metadata = {**self.metadata, "rollback": {"to": number, "given_up": list(given_up)}}
         self.say(f"publishing {len(payload.files)} files")
