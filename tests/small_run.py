@@ -130,6 +130,18 @@ def as_payload(encoded: EncodedDelta, directory: Path) -> Payload:
     )
 
 
+async def published(trainer: Trainer, store: Store, count: int, full_at: int = 0) -> list[Manifest]:
+    """Versions 0 to ``count``, deltas but for one."""
+    publisher = trainer.publisher(store)
+    chain = [await publisher.claim(trainer.version0)]
+    for number in range(1, count + 1):
+        if number == full_at:
+            chain.append(await publisher.publish(trainer.full()))
+        else:
+            chain.append(await trainer.publish(publisher))
+    return chain
+
+
 async def chain_of(store: Store, run: str) -> list[Manifest]:
     """Every version on the head's chain, oldest first."""
     reader = ChainReader(store)

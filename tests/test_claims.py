@@ -9,27 +9,15 @@ import pytest
 
 from stitch_core.chain import ChainReader
 from stitch_core.head import ABANDONED_RANGES, Head, head_key
-from stitch_core.manifest import FormatError, Manifest, canonical_json
+from stitch_core.manifest import FormatError, canonical_json
 from stitch_core.publisher import ClaimRefused, Fenced, Publisher, PublishError
 from stitch_core.stores.memory import MemoryStore
-from tests.small_run import Trainer, rebuild_all
+from tests.small_run import Trainer, published, rebuild_all
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     return Trainer(tmp_path)
-
-
-async def published(trainer: Trainer, store: MemoryStore, count: int, full_at: int = 0) -> list[Manifest]:
-    """Versions 0 to ``count``."""
-    publisher = trainer.publisher(store)
-    chain = [await publisher.claim(trainer.version0)]
-    for number in range(1, count + 1):
-        if number == full_at:
-            chain.append(await publisher.publish(trainer.full()))
-        else:
-            chain.append(await trainer.publish(publisher))
-    return chain
 
 
 async def head_of(store: MemoryStore) -> Head:

@@ -24,7 +24,7 @@ from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from stitch_core.testing.checkpoints import table_of, write_checkpoint
-from tests.small_run import FILES, FaultyStore, Trainer, as_payload, inline, rebuild_all
+from tests.small_run import FILES, FaultyStore, Trainer, as_payload, inline, published, rebuild_all
 
 COUNTER = itertools.count()
 
@@ -32,18 +32,6 @@ COUNTER = itertools.count()
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     return Trainer(tmp_path)
-
-
-async def published(trainer: Trainer, store: Store, count: int, full_at: int = 0) -> list[Manifest]:
-    """Versions 0 to ``count``."""
-    publisher = trainer.publisher(store)
-    chain = [await publisher.claim(trainer.version0)]
-    for number in range(1, count + 1):
-        if number == full_at:
-            chain.append(await publisher.publish(trainer.full()))
-        else:
-            chain.append(await trainer.publish(publisher))
-    return chain
 
 
 def rollback_of(
