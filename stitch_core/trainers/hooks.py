@@ -21,7 +21,7 @@ from .exports import Exports
 from .group import RanksFailed, together
 from .publication import GroupPublisher, Start
 from .record import RunRecord, check_run, loaded_record
-from .settings import TrainerSettings, read_settings
+from .settings import SettingsError, TrainerSettings, read_settings
 
 logger = logging.getLogger("stitch")
 _VERSION_DIRECTORY = re.compile(r"weight_v([0-9]{6,18})\Z")
@@ -106,11 +106,26 @@ def set_up(
 
     def check() -> TrainerSettings:
         preflight()
-        return read_settings(args, argv)
+        settings = read_settings(args, argv)
+        if settings.async_:
+            _check_last_step(args, framework)
+        return settings
 
     settings = together(group, "preflight of Stitch", check)[group.rank]
     _TRAINER = Trainer(settings, group, framework, args)
     return _TRAINER
+
+
+def _check_last_step(args: Any, framework: str) -> None:
+    """What is published behind the last step has to be published before the process ends."""
+    flag, wanted = (
+        "custom_megatron_before_train_step_hook_path",
+        f"stitch_{framework}.hooks.before_train_step",
+    )
+    if getattr(args, flag, None) != wanted:
+        raise SettingsError(
+            f"stitch_async: nothing tells which step is the last, set --{flag.replace('_', '-')} {wanted}"
+        )
 
 
 def trainer() -> Trainer:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,21 @@ def test_the_last_step_is_published_when_it_returns(world: World) -> None:
     assert not trainer.ends
     trainer.step = 2
     assert trainer.ends
+
+
+def test_who_knows_no_last_step_cannot_publish_behind_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_TRAINER", None)
+    args = SimpleNamespace(
+        stitch_run="r", stitch_store=f"file:{world.root}/store", stitch_async=True, hf_checkpoint="/boot"
+    )
+    with pytest.raises(
+        RanksFailed, match=r"set --custom-megatron-before-train-step-hook-path stitch_miles.hoo"
+    ):
+        hooks.set_up(args, Solo(), "miles", lambda: None)
+    args.custom_megatron_before_train_step_hook_path = "stitch_miles.hooks.before_train_step"
+    assert hooks.set_up(args, Solo(), "miles", lambda: None).settings.async_
 
 
 def test_c07_one_that_was_fenced_says_so_at_the_next_step(world: World) -> None:
