@@ -6,6 +6,7 @@ It is built beside its place and renamed there, so that the directory is whole o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from .host_checkpoint import HostCheckpoint
 from .lineage import NoPlan
 from .manifest import Manifest, Row
 from .ports import Clock, Files, NotFound, RunBlocking, Store, SystemClock
-from .replica.staging import Stager
+from .replica.staging import Staged, Stager
+
+REPLANS = 4
 
 
 class CheckoutRefused(Exception):
@@ -59,7 +62,7 @@ async def checkout(
         run_blocking=run_blocking, activity=activity,
     )  # fmt: skip
     try:
-        await stager.stage(target)
+        await stage_replanning(stager, target)
         built = building / os.readlink(host.directory)
     except NoPlan as error:
         hint = "give the run's base checkpoint" if base is None else "its payload may have been collected"
@@ -72,6 +75,14 @@ async def checkout(
         host.close()
     await run_blocking(_put, built, directory, building, files)
     return target
+
+
+async def stage_replanning(stager: Stager, target: Manifest) -> Staged:
+    """Stage, around what is not there any more: a collector may have taken it. Raises NotFound in the end."""
+    for _ in range(REPLANS):
+        with contextlib.suppress(NotFound):
+            return await stager.stage(target)
+    return await stager.stage(target)
 
 
 def _check_there(directory: Path, target: Manifest, files: Files) -> None:

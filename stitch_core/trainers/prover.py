@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..chain import ChainReader
+from ..checkout import stage_replanning
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.prove import prove_delta
@@ -73,7 +74,7 @@ class Prover:
             if found is None:
                 raise DeltaError(f"{base} is the state of no version of run {head.run}")
             await self._make_way()
-            await self._stager.stage(found)
+            await stage_replanning(self._stager, found)
         await asyncio.to_thread(self._files.remove_tree, self._fetched)
         await asyncio.to_thread(self._files.make_dirs, self._fetched)
         for file in uploaded:
