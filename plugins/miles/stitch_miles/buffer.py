@@ -9,6 +9,9 @@ from miles.rollout.fully_async_data_buffer import DefaultDataBuffer, iter_sample
 
 from stitch_core.trainers.rollout import attributed
 from stitch_core.trainers.settings import read_settings
+from stitch_core.trainers.signatures import probe, require
+
+from .symbols import BUFFER
 
 
 class StitchDataBuffer(DefaultDataBuffer):
@@ -20,7 +23,11 @@ class StitchDataBuffer(DefaultDataBuffer):
     """
 
     def __init__(self, input: Any) -> None:
-        """Raises ValueError unless one of the two bounds is given, and not below what the loop can keep."""
+        """Raises ValueError unless one of the two bounds is given, and not below what the loop can keep.
+
+        Raises FrameworkChanged where Miles has another buffer than the one that is known.
+        """
+        require("stitch_miles", probe(BUFFER))
         strict, miles = read_settings(input.args).max_staleness, input.args.max_weight_staleness
         if (strict is None) == (miles is None):
             raise ValueError("set stitch_max_staleness or --max-weight-staleness, one: this buffer bounds it")

@@ -57,6 +57,12 @@ DELTA_FLAGS = (
 )  # fmt: skip
 BUFFER = (
     Symbol("miles.rollout.fully_async_data_buffer:DefaultDataBuffer.put", ("self", "input"), "attribution"),
+    Symbol(
+        "miles.rollout.fully_async_data_buffer:DefaultDataBuffer.get",
+        ("self", "current_version"),
+        "staleness",
+    ),
+    Symbol("miles.rollout.fully_async_data_buffer:DefaultDataBuffer.get_metrics", ("self",), "staleness"),
     Symbol("miles.rollout.fully_async_data_buffer:iter_samples", ("group",), "attribution"),
     Symbol(
         "miles.rollout.fully_async_data_buffer:DataBufferConstructorInput", None, "staleness", optional=True
