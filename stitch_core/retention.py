@@ -101,6 +101,7 @@ class Collector:
         self._store, self._run, self._clock, self._rng = store, run, clock, rng
         self._grace, self._policy, self._progress = grace, policy or Retry(), progress
         self._chain = ChainReader(store, keep=64)
+        self._records: set[str] = set()
 
     async def survey(self) -> Sweep:
         """What may go now. Raises NoHead, FormatError where a channel or pin cannot be read, StoreError."""
@@ -110,6 +111,8 @@ class Collector:
         rows = await self._rows(newest, cutoff)
         on_chain = {(row.number, _epoch(row)) for row in rows}
         listed = await self._list()
+        names = (place_of(entry.key.removeprefix(run_prefix(self._run))) for entry in listed)
+        self._records = {f"sha256:{name[2]}" for name in names if name is not None}
         protected = await self._protected(newest)
         doomed, kept = [], 0
         for entry in listed:
@@ -199,12 +202,12 @@ class Collector:
                 if row is not None:
                     ranges.append((floor_number(await self._manifest(row)), number))
         fetching = await self._fetching()
-        versions: set[tuple[int, int]] = set()
-        if fetching:
-            for row in await self._rows(newest, 0):
-                if row.digest in fetching:
-                    versions.add((row.number, _epoch(row)))
-        return Protected(tuple(ranges), frozenset(versions), frozenset(fetching))
+        rows = await self._rows(newest, newest.number)
+        # What is neither a record nor a recent version is looked for further down, which takes longer.
+        if fetching - self._records - {row.digest for row in rows}:
+            rows = await self._rows(newest, 0)
+        versions = frozenset((row.number, _epoch(row)) for row in rows if row.digest in fetching)
+        return Protected(tuple(ranges), versions, frozenset(fetching))
 
     async def _named(self) -> Any:
         """Numbers of this run's versions that a channel or a pin names."""
@@ -221,8 +224,11 @@ class Collector:
             try:
                 record = json.loads(data)
                 expires, fetching = float(record["expires"]), list(record.get("fetching") or ())
+                target = record.get("target")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue
+            if isinstance(target, str) and not target.startswith(f"{self._run}/"):
+                continue  # another run's
             if math.isfinite(expires) and expires > self._clock.time():
                 found.update(digest for digest in fetching if isinstance(digest, str))
         return found

@@ -179,6 +179,28 @@ async def test_a_joiner_slower_than_the_grace_keeps_what_it_says_that_it_fetches
     assert "000002" not in records(run)
 
 
+async def test_what_is_fetched_of_another_run_keeps_nothing_here(run: Run) -> None:
+    record = {"target": "r2/weight_v000001", "fetching": [run.versions[1].digest()], "expires": 9e9}
+    run.memory.state.objects["replicas/x.json"] = canonical_json(record)
+    await collect(run, grace=3600.0)
+    assert payload(run) == set(range(6, 13))
+
+
+async def test_a_version_far_below_is_found_by_its_digest(tmp_path: Path) -> None:
+    """One that a single manifest's history does not list."""
+    run = Run(tmp_path)
+    await run.claim()
+    for _ in range(3):
+        await run.publish(30)
+        await run.anchor(run.versions[-1].number)
+    await run.publish(2)
+    run.clock.now += 2 * DAY
+    hint(run, [run.versions[2].digest()], 15.0)
+    sweep = await collect(run)
+    assert (sweep.floor, sweep.kept) == (60, 2)
+    assert {number for number in payload(run) if number < 60} == {2}
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"expires":"x"}', b'{"expires":Infinity,"fetching":[1,{}]}', b"null"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import time
 from typing import Any
 
 from ..chain import NoHead
@@ -25,6 +26,7 @@ from .common import (
 )
 
 SHOWN = 12
+SECONDS_BETWEEN_LINES = 2.0
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)\Z")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -63,7 +65,7 @@ async def run(options: argparse.Namespace) -> int:
     async with opened_store(options.store) as store:
         collector = Collector(
             store, options.run_id, clock=SystemClock(), rng=random.Random(), grace=options.grace,
-            progress=lambda done, freed: say(f"{done} objects, {size_text(freed)} freed"),
+            progress=Progress(),
         )  # fmt: skip
         try:
             sweep = await (collector.survey() if options.dry_run else collector.collect())
@@ -71,6 +73,18 @@ async def run(options: argparse.Namespace) -> int:
             raise UsageError(str(error)) from None
     emit(as_json(sweep, options.dry_run), options.json, lambda: _text(sweep, options.dry_run))
     return 1 if sweep.failed else 0
+
+
+class Progress:
+    """A line now and then."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, done: int, freed: int) -> None:
+        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            say(f"{done} objects, {size_text(freed)} freed")
 
 
 def as_json(sweep: Sweep, dry_run: bool) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import sys
 import pytest
 
 from stitch_core import lineage
-from stitch_core.testing.simulation import SCENARIOS, run_seed
+from stitch_core.testing.sim_retention import RETENTION_CASES
+from stitch_core.testing.simulation import RANDOM, SCENARIOS, run_seed
 
-CASES = [name for name in SCENARIOS if name != "anything"]
+CASES = [name for name in SCENARIOS if name not in RANDOM]
 CHUNK = 25
 
 
@@ -38,7 +39,8 @@ def test_anything(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", CASES)
 def test_case_with_many_seeds(scenario: str) -> None:
-    run(scenario, range(1000, 1060))
+    slower = SCENARIOS[scenario] in RETENTION_CASES
+    run(scenario, range(1000, 1020 if slower else 1060))
 
 
 @pytest.mark.slow
