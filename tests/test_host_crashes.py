@@ -34,7 +34,7 @@ class World:
         self.run = RunBuilder(Path("/run"), self.files, layout=LAYOUT, seed=seed)
         self.run.delta(density=0.5)
         self.run.delta(density=0.5, encoding="overwrite")
-        self.run.delta(density=0.5)
+        self.run.delta(density=0.5, encoding="sparse")
         self.run.full()
         self.run.delta(density=0.5)
         self._sync_all(Path("/"))
