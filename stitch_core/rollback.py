@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .chain import ChainReader
 from .checkpoint import Checkpoint, CheckpointError
@@ -23,14 +23,17 @@ from .delta.wire import DeltaError
 from .head import Head
 from .host_checkpoint import HostCheckpoint, HostCheckpointError
 from .lineage import REVERSIBLE, NoPlan, Source, cheapest_plan
-from .manifest import Manifest, floor_number
+from .manifest import Manifest, Row, floor_number
 from .payload import Payload
 from .ports import Clock, Files, NotFound, RunBlocking, Store
 from .publisher import Publisher, PublishError
 from .records import RecordRefused, describe_full
 from .replica.staging import Stager
+from .retry import Retry, retrying
 from .state import TensorInfo, TensorTable, state_digest
 from .stores.transfer import DigestMismatch, download
+
+T = TypeVar("T")
 
 CANNOT = (
     NoPlan, RepresentationInvalid, DeltaError, DigestMismatch, NotFound, HostCheckpointError, CheckpointError,
@@ -85,10 +88,20 @@ class Rollback:
     run_blocking: RunBlocking
     checkpoint: Path | None = None
     say: Callable[[str], None] = lambda _: None
+    retry: Retry = field(default_factory=Retry)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._chain = ChainReader(self.store)
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retrying(call, self.retry, self.rng)
+
+    async def _find(self, newest: Manifest, wanted: Callable[[Row], bool]) -> Manifest | None:
+        return await self._call(lambda: self._chain.find(newest, wanted))
+
+    async def _down_to(self, newest: Manifest, number: int) -> list[Manifest]:
+        return await self._call(lambda: self._chain.back_to(newest, number=number, above_floor=False))
 
     async def to(self, number: int) -> RolledBack:
         """Make the weights of version ``number`` the newest version.
@@ -97,8 +110,8 @@ class Rollback:
         it; NoHead, and what ``Publisher.take_back`` and ``publish`` raise.
         """
         run = self.publisher.run
-        head, _ = await self._chain.head(run)
-        newest = await self._chain.manifest(run, head)
+        head, _ = await self._call(lambda: self._chain.head(run))
+        newest = await self._call(lambda: self._chain.manifest(run, head))
         goal = await self._goal(newest, number)
         if newest.state == goal.state and _is_done(head, newest, goal):
             return RolledBack(newest, goal, (number + 1, newest.history[0].number), "before", head)
@@ -126,7 +139,7 @@ class Rollback:
     async def _goal(self, newest: Manifest, number: int) -> Manifest:
         if number == newest.number:
             raise RollbackRefused(f"version {number} is the head of run {newest.run}: nothing to do")
-        found = await self._chain.find(newest, lambda row: row.number == number)
+        found = await self._find(newest, lambda row: row.number == number)
         if found is None:
             raise RollbackRefused(
                 f"run {newest.run} has no version {number}: its head is {newest.number}, and what it has is "
@@ -143,7 +156,7 @@ class Rollback:
         checkpoint = await self.run_blocking(Checkpoint.open, path, self.files)
         table = await self.run_blocking(checkpoint.table)
         state = state_digest(table)
-        found = await self._chain.find(newest, lambda row: row.state == state)
+        found = await self._find(newest, lambda row: row.state == state)
         if found is None:
             raise RollbackRefused(f"{path} is no version of run {newest.run}: its state is {state}")
         return _Known(found, checkpoint, table)
@@ -190,7 +203,7 @@ class Rollback:
         """Deltas of one encoding from the head's state to the goal's, in either direction; NoPlan."""
         floor = floor_number(newest)
         for lowest in sorted({goal.number, min(goal.number, floor)}, reverse=True):
-            chain = await self._chain.back_to(newest, number=lowest, above_floor=False)
+            chain = await self._down_to(newest, lowest)
             for encoding in sorted(REVERSIBLE, reverse=True):
                 with contextlib.suppress(NoPlan):
                     deltas = [m for m in chain if m.representation.encoding == encoding]
@@ -212,7 +225,7 @@ class Rollback:
         for file in source.representation.files:
             await download(
                 self.store, source.file_key(file.name), self.files, directory / file.name, file.size,
-                file.sha256, run_blocking=self.run_blocking, rng=self.rng,
+                file.sha256, run_blocking=self.run_blocking, rng=self.rng, policy=self.retry,
             )  # fmt: skip
         return directory
 
@@ -223,7 +236,7 @@ class Rollback:
         if known is None:
             return "manifests"
         lowest = min(known.manifest.number, goal.number)
-        chain = await self._chain.back_to(newest, number=lowest, above_floor=False)
+        chain = await self._down_to(newest, lowest)
         back = {name: (new, old) for name, (old, new) in changed.items()}
         for near, far, step in ((newest, goal, changed), (goal, newest, back)):
             try:

@@ -24,7 +24,7 @@ from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from stitch_core.testing.checkpoints import table_of, write_checkpoint
-from tests.small_run import FILES, FaultyStore, Trainer, as_payload, inline, published, rebuild_all
+from tests.small_run import FILES, NO_RETRY, FaultyStore, Trainer, as_payload, inline, published, rebuild_all
 
 COUNTER = itertools.count()
 
@@ -42,7 +42,7 @@ def rollback_of(
 ) -> Rollback:
     return Rollback(
         store, trainer.publisher(store), trainer.root / f"work{next(COUNTER)}", FILES, SystemClock(),
-        random.Random(0), inline, checkpoint, say,
+        random.Random(0), inline, checkpoint, say, NO_RETRY,
     )  # fmt: skip
 
 
