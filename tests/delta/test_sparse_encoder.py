@@ -17,6 +17,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.lineage import Plan, Undo
 from stitch_core.manifest import FormatError, Manifest
+from stitch_core.policy_publisher import PolicyPublisher
 from stitch_core.safetensors import Tensor
 from stitch_core.state import state_digest
 from stitch_core.testing.checkpoints import random_tensors, step, table_of, write_checkpoint
@@ -220,3 +221,23 @@ def test_manifests_of_sparse_deltas_name_no_tensors(tmp_path: Path) -> None:
     bad = manifest.encode().replace(b'"changed":{}', b'"changed":{"a":["%s","%s"]}' % (b"0" * 32, b"1" * 32))
     with pytest.raises(FormatError, match="changed is empty where the encoding is sparse"):
         Manifest.decode(bad)
+
+
+def test_a_trainer_publishes_sparse_deltas_by_choice(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    versions = [random_tensors(rng)]
+    write_checkpoint(tmp_path / "boot", FILES, versions[0])
+    store = f"file:{tmp_path}/store"
+    with PolicyPublisher.start(
+        store, "r", tmp_path / "boot", tmp_path / "work", encoding="sparse"
+    ) as publisher:
+        for number in (1, 2, 3):
+            versions.append(step(rng, versions[-1], 0.1))
+            published = publisher.publish(versions[-1]).result(30)
+            how = published.manifest.representation
+            assert (published.number, how.encoding, how.changed) == (number, "sparse", {})
+            assert published.delta.changed_elements > 0
+            assert published.manifest.state == state_digest(table_of(versions[-1]))
+    assert [p.name for p in (tmp_path / "work").iterdir()] == []
+    with pytest.raises(DeltaError, match="no encoder for 'zip'"):
+        PolicyPublisher.start(store, "r", tmp_path / "boot", tmp_path / "work", encoding="zip")
