@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stitch_core.chain import ChainReader, NoHead
+from stitch_core.chain import ChainBroken, ChainReader, NoHead
 from stitch_core.manifest import Manifest
 from stitch_core.ports import NotFound, Store, SystemClock, Unavailable
 from stitch_core.publisher import PublishError
 from stitch_core.retention import Collector
 from stitch_core.retry import Retry
 from stitch_core.stores.transfer import verify
-from stitch_s3.testing.proxy import FaultProxy, random_faults
-from stitch_s3.testing.server import SeaweedServer
+from stitch_s3.testing.proxy import FaultProxy, Request, ignore_conditions, random_faults
+from stitch_s3.testing.server import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.real.s3.publishing import BOOT, check_whole, payload, publisher
 
 pytestmark = pytest.mark.real
@@ -119,20 +120,45 @@ async def check(world: World, store: Store) -> None:
     assert not missing, f"{world.run}: acknowledged and lost"
 
 
-@pytest.mark.parametrize("rate", [0.02, 0.1, 0.25])
-async def test_interleavings(server: SeaweedServer, prefix: str, tmp_path: Path, rate: float) -> None:
-    """Ten worlds at a time, a run each: contended writers wait for a second on this server."""
+async def run_worlds(
+    server: SeaweedServer,
+    prefix: str,
+    scratch: Path,
+    rate: float,
+    change: Callable[[Request], None] = lambda request: None,
+) -> tuple[int, int]:
+    """Versions acknowledged and faults met by ten worlds at a time, a run each.
+
+    All at once because contended writers wait for a second on this server.
+    """
     async with contextlib.AsyncExitStack() as stack:
         proxies, stores = [], []
         for number in range(5):
             plan = random_faults(random.Random(f"{rate} {number}"), rate)
-            proxies.append(await stack.enter_async_context(FaultProxy(server.endpoint, plan, late=0.1)))
+            proxy = FaultProxy(server.endpoint, plan, change=change, late=0.1)
+            proxies.append(await stack.enter_async_context(proxy))
             stores.append(server.store(prefix, proxies[-1].endpoint))
             stack.push_async_callback(stores[-1].close)
-        worlds = [World(f"run-{rate}-{number}", tmp_path) for number in range(WORLDS)]
+        worlds = [World(f"run-{rate}-{number}", scratch) for number in range(WORLDS)]
         await asyncio.gather(*(interleave(world, stores, proxies) for world in worlds))
         store = server.store(prefix)
         stack.push_async_callback(store.close)
         await asyncio.gather(*(check(world, store) for world in worlds))
-        assert sum(len(world.acknowledged) for world in worlds) > WORLDS
-        assert sum(proxy.faults.total() for proxy in proxies) > 1000 * rate
+        return sum(len(world.acknowledged) for world in worlds), sum(
+            proxy.faults.total() for proxy in proxies
+        )
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.25])
+async def test_interleavings(server: SeaweedServer, prefix: str, tmp_path: Path, rate: float) -> None:
+    acknowledged, faults = await run_worlds(server, prefix, tmp_path, rate)
+    assert acknowledged > WORLDS
+    assert faults > 1000 * rate
+
+
+async def test_a_server_that_ignores_conditions_is_seen(
+    server: SeaweedServer, prefix: str, tmp_path: Path
+) -> None:
+    """The worlds above would notice what they are there for."""
+    with pytest.raises((AssertionError, ChainBroken)):
+        await run_worlds(server, prefix, tmp_path, 0.02, ignore_conditions(ACCESS_KEY, SECRET_KEY))
