@@ -16,6 +16,7 @@ from typing import Any
 
 from ..anchors import Anchored, Anchors
 from ..chain import ChainReader, NoHead
+from ..checkout import stage_replanning
 from ..files import PosixFiles
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
@@ -117,7 +118,7 @@ class _Job:
             return True
         directory = self._options.from_checkpoint
         if directory is None:
-            directory = (await self._stager.stage(manifest)).directory
+            directory = (await stage_replanning(self._stager, manifest)).directory
         done = await self._anchors.anchor(manifest, directory, PosixFiles())
         self._emit(manifest, _what(done), done)
         return done.record is not None

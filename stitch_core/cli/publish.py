@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 from ..chain import ChainReader
+from ..checkout import stage_replanning
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.encoder import DeltaEncoder
@@ -141,7 +142,7 @@ async def rebuild(
         run_blocking=asyncio.to_thread, activity=lambda _: None,
     )  # fmt: skip
     try:
-        await stager.stage(manifest)
+        await stage_replanning(stager, manifest)
     except BaseException:
         host.close()
         raise
