@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from .chain import ChainReader
-from .lineage import NoPlan
+from .gathering import all_of
+from .lineage import NoPlan, Source
 from .manifest import (
     FormatError,
     Manifest,
+    PayloadFile,
     canonical_json,
     read_count,
     read_document,
@@ -121,29 +123,30 @@ async def remove_pin(store: Store, name: str) -> None:
 
 async def _missing(store: Store, chain: ChainReader, manifest: Manifest) -> str | None:
     """Why the version cannot be reached from the boot checkpoint by what is in the store; None if it can."""
-    boot = await chain.boot(manifest)
-    limit = asyncio.Semaphore(PARALLEL_LOOKS)
-    planner, excluded, why = Planner(store, chain), set[str](), None
-
-    async def look(key: str, size: int) -> str | None:
-        async with limit:
-            try:
-                found = await store.size(key)
-            except NotFound:
-                return f"{key} is not there"
-            return None if found == size else f"{key} has {found} bytes, not {size}"
-
+    boot, planner = await chain.boot(manifest), Planner(store, chain)
+    why: str | None = None
+    gone: set[str] = set()
     while True:
         try:
-            plan = await planner.plan(manifest, {boot.state}, excluded)
+            plan = await planner.plan(manifest, {boot.state}, gone)
         except NoPlan as error:
             return why or str(error)
-        files = [(source, file) for source in plan.sources for file in source.representation.files]
-        answers = await asyncio.gather(
-            *(look(source.file_key(file.name), file.size) for source, file in files)
-        )
-        gone = {source.digest(): answer for (source, _), answer in zip(files, answers, strict=True) if answer}
-        if not gone:
+        calls = [
+            functools.partial(_look, store, source, file)
+            for source in plan.sources for file in source.representation.files
+        ]  # fmt: skip
+        missing = [answer for answer in await all_of(calls, PARALLEL_LOOKS) if answer is not None]
+        if not missing:
             return None
-        why = why or next(iter(gone.values()))
-        excluded |= gone.keys()
+        gone |= {digest for digest, _ in missing}  # another way may lead there
+        why = missing[0][1]
+
+
+async def _look(store: Store, source: Source, file: PayloadFile) -> tuple[str, str] | None:
+    """The digest of a source one of whose files is not there whole, and why; None if it is."""
+    key = source.file_key(file.name)
+    try:
+        found = await store.size(key)
+    except NotFound:
+        return source.digest(), f"{key} is not there"
+    return None if found == file.size else (source.digest(), f"{key} has {found} bytes, not {file.size}")
