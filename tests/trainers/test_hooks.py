@@ -178,3 +178,7 @@ def test_the_frameworks_own_flags_are_checked_at_once() -> None:
     # Nothing else would bound it: it would pass in silence.
     with pytest.raises(ValueError, match="StitchDataBuffer, which stitch_max_staleness is for"):
         check_miles(unbuffered, True)
+    with pytest.raises(ValueError, match="StitchDataBuffer, which stitch_max_staleness is for"):
+        check_miles(SimpleNamespace(**vars(unbuffered) | {"fully_async": True}), True)
+    buffered = {"fully_async": True, "custom_async_data_buffer_path": "stitch_miles.buffer.StitchDataBuffer"}
+    check_miles(SimpleNamespace(**vars(unbuffered) | buffered), True)
