@@ -51,8 +51,8 @@ class BaseCheckout:
 
         hosts = together(self._group, what, where)
         mine = hosts[self._group.rank]
-        # Hosts may share the directory, and then each has a copy of its own in it all the same.
-        tail = hashlib.sha256(mine.encode()).hexdigest()[:8]
+        # Hosts and runs may share the directory: each has a copy of its own in it all the same.
+        tail = hashlib.sha256(f"{settings.run} {mine}".encode()).hexdigest()[:8]
         directory = settings.work / f"{PREFIX}{row.state.removeprefix('sha256:')[:16]}-{tail}"
         if hosts.index(mine) == self._group.rank:
             self._mine = directory
