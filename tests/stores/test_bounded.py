@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stitch_core.files import PosixFiles
-from stitch_core.ports import Conflict, FileSource, NotFound, Store, Unavailable
+from stitch_core.ports import Capabilities, Conflict, FileSource, NotFound, Store, Unavailable
 from stitch_core.stores.bounded import BoundedStore
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.testing.stores import StoreTests
@@ -88,3 +88,29 @@ async def test_what_only_some_stores_tell() -> None:
     assert await BoundedStore(store, 60.0).folders("runs/") == ["r", "s"]
     assert await BoundedStore(store, 60.0).modified("runs/r/head") is None
     assert await BoundedStore(BoundedStore(store, 60.0), 60.0).folders("none/") == []
+
+
+async def test_a_store_that_digests_is_asked_in_time() -> None:
+    class Digests(MemoryStore):
+        capabilities = Capabilities(digests=True)
+        delay = 0.0
+
+        async def digest(self, key: str) -> tuple[int, str | None]:
+            await asyncio.sleep(self.delay)
+            return 3, "sha256:x"
+
+    store = Digests()
+    assert BoundedStore(store, 60.0).capabilities.digests
+    assert await BoundedStore(store, 60.0).digest("k") == (3, "sha256:x")
+    store.delay = 3600.0
+    with pytest.raises(Unavailable, match=r"looking at k: no answer from the store in 0\.01 s"):
+        await BoundedStore(store, 0.01).digest("k")
+
+
+async def test_large_reads_get_time_by_their_size() -> None:
+    store = Hanging()
+    store.delay = 0.05
+    with pytest.raises(Unavailable, match=r"in 0\.02 s"):
+        await BoundedStore(store, 0.01, slowest=10_000).read("k", 0, 100)
+    with pytest.raises(Unavailable, match=r"in 0\.01 s"):
+        await BoundedStore(store, 0.01, slowest=10_000).read("k")
