@@ -124,14 +124,23 @@ class DeltaEncoder:
         return sum(data.size for data in self._base.values())
 
     def encode(
-        self, tensors: Mapping[str, Tensor], directory: Path, files: Files, *, number: int, base_number: int
+        self,
+        tensors: Mapping[str, Tensor],
+        directory: Path,
+        files: Files,
+        *,
+        number: int,
+        base_number: int,
+        progress: Callable[[SparseStats], None] | None = None,
     ) -> EncodedDelta:
         """Write what turns the base into ``tensors`` as a delta directory, and move the base there.
 
         Raises DeltaError, naming the tensor, when the layout differs from the base's; after any error the
-        base is as it was. ``number`` and ``base_number`` are only what the index says.
+        base is as it was. ``number`` and ``base_number`` are only what the index says. Sparse encoding calls
+        ``progress`` as it goes.
         """
         if self.encoding == "sparse":
+            sources = self._sources(tensors)
             prepare_directory(directory, files)
 
             def finish(names: Sequence[str]) -> None:
@@ -141,7 +150,7 @@ class DeltaEncoder:
                     sparse_files=names,
                 )  # fmt: skip
 
-            encoded = self.write_sparse(tensors, directory, files, finish=finish)
+            encoded = self._write_sparse(sources, directory, files, "model", finish, progress)
             return replace(encoded, files=(*encoded.files, INDEX_NAME))
         return self.write(
             tensors,
@@ -169,24 +178,29 @@ class DeltaEncoder:
             changed_elements, self._element_count,
             changed_bytes, self.bytes, sum(len(frame) for frame in frames.values()),
         )  # fmt: skip
-        self._move(tensors, table, encoded, _Undo(self.table, self.state, frames))
+        new = {name: as_bytes(tensors[name].data) for name in frames}
+        self._move(new, table, encoded.state, _Undo(self.table, self.state, frames))
         return encoded
 
     def write_sparse(
-        self,
-        tensors: Mapping[str, Tensor],
-        directory: Path,
-        files: Files,
-        *,
-        stem: str = "model",
-        finish: Callable[[Sequence[str]], None] = lambda _: None,
-        progress: Callable[[SparseStats], None] | None = None,
+        self, tensors: Mapping[str, Tensor], directory: Path, files: Files, *, stem: str
     ) -> EncodedDelta:
-        """Write ``<stem>-NNNNN.sparse`` into ``directory``, call ``finish`` with the names, move the base.
+        """Write one writer's ``<stem>-NNNNN.sparse`` into a directory that is there, and move the base.
 
         In bounded memory; see ``encode_sparse``. Buffers are read by several threads until this returns.
         """
-        sources = self._sources(tensors)
+        return self._write_sparse(self._sources(tensors), directory, files, stem, lambda _: None, None)
+
+    def _write_sparse(
+        self,
+        sources: Sequence[Source],
+        directory: Path,
+        files: Files,
+        stem: str,
+        finish: Callable[[Sequence[str]], None],
+        progress: Callable[[SparseStats], None] | None,
+    ) -> EncodedDelta:
+        """``finish`` gets the names of the files; what it raises leaves the base as it was."""
         kept = directory.with_name(f".{directory.name}.{stem}{_KEPT}")
         if not self._outstanding:
             _remove_kept(directory.parent, f".{stem}{_KEPT}", files)
@@ -210,7 +224,8 @@ class DeltaEncoder:
             {name: (row.old, row.new) for name, row in changed.items()}, tuple(names),
             stats.changed_elements, self._element_count, stats.changed_bytes, self.bytes, stats.encoded_bytes,
         )  # fmt: skip
-        self._move(tensors, table, encoded, _Undo(self.table, self.state, {}, kept, files))
+        new = {source.name: source.new for source in sources if source.name in changed}
+        self._move(new, table, encoded.state, _Undo(self.table, self.state, {}, kept, files))
         return encoded
 
     def _sources(self, tensors: Mapping[str, Tensor]) -> list[Source]:
@@ -231,13 +246,13 @@ class DeltaEncoder:
         return sources
 
     def _move(
-        self, tensors: Mapping[str, Tensor], table: dict[str, TensorInfo], encoded: EncodedDelta, undo: _Undo
+        self, new: Mapping[str, ByteArray], table: dict[str, TensorInfo], state: str, undo: _Undo
     ) -> None:
         """Move the base to what was encoded."""
         self._outstanding.append(undo)
-        for name in encoded.changed:
-            np.copyto(self._base[name], as_bytes(tensors[name].data))
-        self.table, self.state = table, encoded.state
+        for name, data in new.items():
+            np.copyto(self._base[name], data)
+        self.table, self.state = table, state
 
     def commit(self) -> None:
         """The oldest outstanding encode was published: it will not be undone."""

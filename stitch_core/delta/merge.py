@@ -24,7 +24,7 @@ from .fold import RepresentationInvalid, open_delta
 from .one_pass import apply_in_place
 from .sparse_file import SparseFile
 from .sparse_merge import merge_sparse
-from .wire import CHUNK_BYTES, LEVEL, DeltaError, FrameReader
+from .wire import CHUNK_BYTES, LEVEL, DeltaError, FrameReader, content_size
 
 SHARD_BYTES = 256 << 20
 
@@ -161,7 +161,7 @@ def merge_frames(frames: Sequence[bytes]) -> bytes:
     readers = [FrameReader(frame, zstandard.ZstdDecompressor()) for frame in frames]
     size = max(zstandard.frame_content_size(frame) for frame in frames)
     if size < 0:  # writers in the field that do not say it
-        size = _count(frames[0])
+        size = content_size(frames[0])
     compressor = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=size)
     out: list[bytes] = []
     total, chunk = np.empty(CHUNK_BYTES, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
@@ -175,11 +175,3 @@ def merge_frames(frames: Sequence[bytes]) -> bytes:
     for reader in readers:
         reader.finish()
     return b"".join([*out, compressor.flush()])
-
-
-def _count(frame: bytes) -> int:
-    """Bytes that come out of a frame that does not say it."""
-    reader, chunk, size = FrameReader(frame), np.empty(CHUNK_BYTES, np.uint8), 0
-    while count := reader.read_some(chunk):
-        size += count
-    return size

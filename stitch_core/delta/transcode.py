@@ -17,7 +17,7 @@ from .sparse_block import encode_block
 from .sparse_encode import BLOCK_BYTES, FILE_BYTES
 from .sparse_file import Block, Changed, SparseFile, SparseWriter, order
 from .sparse_merge import cut_blocks, split_files
-from .wire import LEVEL, DeltaError, FrameReader
+from .wire import LEVEL, DeltaError, FrameReader, content_size
 
 SHARD_BYTES = 256 << 20
 
@@ -41,7 +41,7 @@ def xor_to_sparse(
     _check(delta, "xor")
     rows = {}
     for name in delta.payloads:
-        size, width = _content_size(delta.read(name)), widths.get(name, 1)
+        size, width = content_size(delta.read(name)), widths.get(name, 1)
         if size % width:
             raise DeltaError(f"{delta.path}: tensor {name} of {size} bytes has no elements of {width} bytes")
         rows[name] = Changed(size, width, *changed[name])
@@ -129,17 +129,6 @@ def _frame(file: SparseFile, name: str) -> bytes:
         data.view(f"<u{row.width}")[piece.positions - piece.start // row.width] = piece.values
         out.append(compressor.compress(data.data))
     return b"".join([*out, compressor.flush()])
-
-
-def _content_size(frame: bytes) -> int:
-    """Bytes that come out of a frame, also of one that does not say it."""
-    said = zstandard.frame_content_size(frame)
-    if said >= 0:
-        return said
-    reader, chunk, size = FrameReader(frame), np.empty(BLOCK_BYTES, np.uint8), 0
-    while count := reader.read_some(chunk):
-        size += count
-    return size
 
 
 def _check(delta: DeltaDirectory, encoding: str) -> None:

@@ -94,6 +94,18 @@ def read_chunks(frame: Buffer, size: int) -> Iterator[tuple[int, ByteArray]]:
     reader.finish()
 
 
+def content_size(frame: Buffer) -> int:
+    """Bytes that come out of a frame, also of one that does not say it: that is read through."""
+    reader = FrameReader(frame)  # which checks that it is a frame
+    said = zstandard.frame_content_size(frame)
+    if said >= 0:
+        return int(said)
+    chunk, size = np.empty(CHUNK_BYTES, np.uint8), 0
+    while count := reader.read_some(chunk):
+        size += count
+    return size
+
+
 def frame_length(data: Buffer) -> int:
     """Bytes of the zstd frame that ``data`` starts with, by its block headers (RFC 8878, 3.1.1).
 

@@ -76,6 +76,7 @@ def test_elements_are_counted_in_the_width_of_the_dtype(
     assert encoded.payload_bytes == len(DeltaDirectory.open(tmp_path / "v", FILES).read("a"))
 
 
+@pytest.mark.parametrize("encoding", ["xor", "sparse"])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -87,10 +88,10 @@ def test_elements_are_counted_in_the_width_of_the_dtype(
     ],
 )
 def test_another_layout_is_refused_by_name_and_the_base_stays(
-    tmp_path: Path, change: dict[str, Tensor | None], words: str
+    tmp_path: Path, change: dict[str, Tensor | None], words: str, encoding: str
 ) -> None:
     tensors = random_tensors(np.random.default_rng(0))
-    encoder = DeltaEncoder(tensors)
+    encoder = DeltaEncoder(tensors, encoding)
     new = {n: t for n, t in (step(np.random.default_rng(1), tensors) | change).items() if t is not None}
     with pytest.raises(DeltaError, match=words):
         encoder.encode(new, tmp_path / "v", FILES, number=1, base_number=0)
@@ -109,18 +110,21 @@ def test_C04_a_failed_write_leaves_the_base(tmp_path: Path) -> None:
     assert (held(encoder), encoder.outstanding, encoder.table) == (plain(tensors), 0, table_of(tensors))
 
 
-@given(st.lists(st.sampled_from(["encode", "encode", "commit", "undo"]), max_size=12))
-def test_C04_undo_goes_back_to_what_was_committed_last(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[str]
+@pytest.mark.parametrize("encoding", ["xor", "sparse"])
+@given(actions=st.lists(st.sampled_from(["encode", "encode", "commit", "undo"]), max_size=12))
+def test_C04_undo_goes_back_to_what_was_committed_last_though_the_directory_is_gone(
+    tmp_path_factory: pytest.TempPathFactory, encoding: str, actions: list[str]
 ) -> None:
     rng = np.random.default_rng(0)
     root = tmp_path_factory.mktemp("v")
+    (root / ".7.model.undo").mkdir()  # of an encoder that died
     versions = [random_tensors(rng, {"a": ("BF16", (7,)), "b": ("F32", ())})]
-    encoder, committed = DeltaEncoder(versions[0]), 0
+    encoder, committed = DeltaEncoder(versions[0], encoding), 0
     for number, action in enumerate(actions):
         if action == "encode":
             versions.append(step(rng, versions[-1], 0.5))
             encoded = encoder.encode(versions[-1], root / str(number), FILES, number=number, base_number=0)
+            FILES.remove_tree(root / str(number))  # as a publisher does, whatever becomes of it
             assert encoded.base == state_digest(table_of(versions[-2]))
         elif action == "undo":
             encoder.undo()
@@ -134,6 +138,8 @@ def test_C04_undo_goes_back_to_what_was_committed_last(
         assert encoder.outstanding == len(versions) - 1 - committed
         assert held(encoder) == plain(versions[-1])
         assert (encoder.table, encoder.state) == (table_of(versions[-1]), state_digest(encoder.table))
+    if encoding == "sparse" and "encode" in actions:
+        assert len(list(root.iterdir())) == encoder.outstanding
 
 
 def test_a_step_that_changes_nothing(tmp_path: Path) -> None:

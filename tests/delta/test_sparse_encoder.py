@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stitch_core.checkpoint import Checkpoint, CheckpointError
 from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError
@@ -23,15 +21,9 @@ from stitch_core.state import state_digest
 from stitch_core.testing.checkpoints import random_tensors, step, table_of, write_checkpoint
 from stitch_core.testing.runs import RunBuilder
 
+from .test_encoder import held, plain
+
 FILES = PosixFiles()
-
-
-def held(encoder: DeltaEncoder) -> dict[str, bytes]:
-    return {name: bytes(tensor.data) for name, tensor in encoder.tensors()}
-
-
-def plain(tensors: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: bytes(tensor.data) for name, tensor in tensors.items()}
 
 
 def test_what_is_encoded_is_a_directory_that_applies_both_ways(tmp_path: Path) -> None:
@@ -80,27 +72,6 @@ def test_a_step_that_changes_nothing_is_an_index_alone(tmp_path: Path) -> None:
     assert (encoded.files, DeltaDirectory.open(tmp_path / "v", FILES).payloads) == ((INDEX_NAME,), {})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"scale": None}, "tensor scale is missing"),
-        ({"more": Tensor("U8", (1,), b"x")}, "tensor more is extra"),
-        ({"scale": Tensor("I32", (), b"1234")}, "tensor scale has dtype I32, expected F32"),
-        ({"scale": Tensor("F32", (1,), b"1234")}, "tensor scale has shape"),
-        ({"scale": Tensor("F32", (), b"123")}, "tensor scale has 3 bytes"),
-    ],
-)
-def test_another_layout_is_refused_by_name_and_the_base_stays(
-    tmp_path: Path, change: dict[str, Tensor | None], words: str
-) -> None:
-    tensors = random_tensors(np.random.default_rng(0))
-    encoder = DeltaEncoder(tensors, "sparse")
-    new = {n: t for n, t in (step(np.random.default_rng(1), tensors) | change).items() if t is not None}
-    with pytest.raises(DeltaError, match=words):
-        encoder.encode(new, tmp_path / "v", FILES, number=1, base_number=0)
-    assert (held(encoder), encoder.outstanding) == (plain(tensors), 0)
-
-
 def test_C04_a_failed_write_leaves_the_base(tmp_path: Path) -> None:
     tensors = random_tensors(np.random.default_rng(0))
     encoder = DeltaEncoder(tensors, "sparse")
@@ -110,33 +81,6 @@ def test_C04_a_failed_write_leaves_the_base(tmp_path: Path) -> None:
             step(np.random.default_rng(1), tensors), tmp_path / "v", FILES, number=1, base_number=0
         )
     assert (held(encoder), encoder.outstanding, encoder.table) == (plain(tensors), 0, table_of(tensors))
-
-
-@given(st.lists(st.sampled_from(["encode", "encode", "commit", "undo"]), max_size=8))
-def test_C04_undo_goes_back_to_what_was_committed_last_though_the_directory_is_gone(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[str]
-) -> None:
-    rng = np.random.default_rng(0)
-    root = tmp_path_factory.mktemp("v")
-    (root / ".7.model.undo").mkdir()  # of an encoder that died
-    versions = [random_tensors(rng, {"a": ("BF16", (7,)), "b": ("F32", ())})]
-    encoder, committed = DeltaEncoder(versions[0], "sparse"), 0
-    for number, action in enumerate(actions):
-        if action == "encode":
-            versions.append(step(rng, versions[-1], 0.5))
-            encoder.encode(versions[-1], root / str(number), FILES, number=number, base_number=0)
-            FILES.remove_tree(root / str(number))  # as a publisher does, whatever becomes of it
-        elif action == "undo":
-            encoder.undo()
-            del versions[committed + 1 :]
-        elif committed + 1 < len(versions):
-            encoder.commit()
-            committed += 1
-        assert encoder.outstanding == len(versions) - 1 - committed
-        assert held(encoder) == plain(versions[-1])
-        assert (encoder.table, encoder.state) == (table_of(versions[-1]), state_digest(encoder.table))
-    if "encode" in actions:
-        assert len(list(root.iterdir())) == encoder.outstanding
 
 
 # ------------------------------------------------------------------------------------------ directories

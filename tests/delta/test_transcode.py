@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, apply_deltas, write_delta
+from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, apply_deltas, write_delta, xor
 from stitch_core.delta.merge import merge_deltas, prove_merged
 from stitch_core.delta.sparse_encode import BLOCK_BYTES
 from stitch_core.delta.sparse_file import width_of
@@ -38,10 +38,10 @@ def test_there_and_back_without_the_base(
     widths = {name: width_of(tensor.dtype) for name, tensor in old.items()}
     encoded = DeltaEncoder(old).encode(new, tmp_path / "xor", FILES, number=7, base_number=6)
     DeltaEncoder(old, "sparse").encode(new, tmp_path / "direct", FILES, number=7, base_number=6)
-    xor = DeltaDirectory.open(tmp_path / "xor", FILES)
+    stock = DeltaDirectory.open(tmp_path / "xor", FILES)
     how = {"number": 7, "base_number": 6}
     names = xor_to_sparse(
-        xor, encoded.changed, widths, tmp_path / "sparse", FILES, file_bytes=file_bytes, **how
+        stock, encoded.changed, widths, tmp_path / "sparse", FILES, file_bytes=file_bytes, **how
     )
     sparse = DeltaDirectory.open(tmp_path / "sparse", FILES)
     assert sorted(names) == sorted(FILES.list(tmp_path / "sparse"))
@@ -53,7 +53,7 @@ def test_there_and_back_without_the_base(
     back = DeltaDirectory.open(tmp_path / "back", FILES)
     assert back.payloads.keys() == encoded.changed.keys()
     for name in back.payloads:
-        assert back.payloads[name].checksum == xor.payloads[name].checksum
+        assert back.payloads[name].checksum == stock.payloads[name].checksum
         assert zstandard.frame_content_size(back.read(name)) == len(old[name].data)
         assert apply_deltas(old[name].data, [("xor", back.read(name))]).tobytes() == new[name].data
 
@@ -69,6 +69,17 @@ def test_frames_without_a_content_size_and_without_known_widths(tmp_path: Path) 
     xor_to_sparse(delta, changed, {}, tmp_path / "s", FILES, number=1, base_number=0)
     file = DeltaDirectory.open(tmp_path / "s", FILES).sparse["a"]
     assert (file.tensors["a"].width, file.changes) == (1, 1000)
+
+
+def test_a_damaged_frame_is_refused(tmp_path: Path) -> None:
+    for i, frame in enumerate((b"junk", b"junk junk", xor.encode(bytes(9), b"123456789")[:-1])):
+        write_delta(tmp_path / f"x{i}", FILES, {"a": (frame, "1" * 32)}, number=1, base_number=0)
+        delta = DeltaDirectory.open(tmp_path / f"x{i}", FILES)
+        with pytest.raises(DeltaError, match="zstd frame"):
+            xor_to_sparse(
+                delta, {"a": ("0" * 32, "1" * 32)}, {}, tmp_path / "s", FILES, number=1, base_number=0
+            )
+    assert not (tmp_path / "s").exists()
 
 
 def test_only_the_encoding_that_is_there_is_read(tmp_path: Path) -> None:
