@@ -9,6 +9,7 @@ from typing import Any
 
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.manifest import Manifest, PayloadFile, Representation, bytes_digest
+from stitch_core.ports import Store
 from stitch_core.publisher import Publisher
 from stitch_core.records import Record, upload_full, upload_record
 from stitch_core.retry import Retry
@@ -63,15 +64,19 @@ class Run:
         return (await upload_full(self.memory, self.versions[number], directory, FILES, **HOW))[0]
 
     async def span(self, since: int, number: int) -> Record:
-        """The deltas between two versions as one."""
         a, b = self.versions[since], self.versions[number]
-        directory = self.root / f"span{since}-{number}"
-        encoded = DeltaEncoder(self.trainer.weights[a.state]).encode(
-            self.trainer.weights[b.state], directory, FILES, number=number, base_number=since
-        )
-        contents = {name: FILES.read(directory / name) for name in encoded.files}
-        files = tuple(PayloadFile(n, len(data), bytes_digest(data)) for n, data in contents.items())
-        how = Representation("delta", files, a.state, "xor", dict(encoded.changed))
-        record = Record("r", b.number, b.state, how, a.number)
-        await upload_record(self.memory, record, directory, FILES, HOW)
-        return record
+        return await upload_span(self.memory, self.root, self.trainer, a, b)
+
+
+async def upload_span(store: Store, root: Path, trainer: Trainer, a: Manifest, b: Manifest) -> Record:
+    """The deltas between two versions as one."""
+    directory = root / f"span{a.number}-{b.number}"
+    encoded = DeltaEncoder(trainer.weights[a.state]).encode(
+        trainer.weights[b.state], directory, FILES, number=b.number, base_number=a.number
+    )
+    contents = {name: FILES.read(directory / name) for name in encoded.files}
+    files = tuple(PayloadFile(n, len(data), bytes_digest(data)) for n, data in contents.items())
+    how = Representation("delta", files, a.state, "xor", dict(encoded.changed))
+    record = Record("r", b.number, b.state, how, a.number)
+    await upload_record(store, record, directory, FILES, HOW)
+    return record

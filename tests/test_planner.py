@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,17 @@ import pytest
 
 from stitch_core.chain import ChainReader
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.host_checkpoint import RepresentationInvalid
 from stitch_core.lineage import NoPlan, Undo
-from stitch_core.manifest import Manifest, PayloadFile, Representation, bytes_digest
+from stitch_core.manifest import Manifest
 from stitch_core.planner import FEW, Planner
 from stitch_core.ports import NotFound
 from stitch_core.records import Record, upload_full, upload_record
-from stitch_core.retry import Retry
 from stitch_core.stores.transfer import DigestMismatch
 from stitch_core.testing.checkpoints import write_checkpoint
+from tests.anchored_run import HOW, upload_span
 from tests.replica.following import Following
-from tests.small_run import FILES, inline
-
-HOW: Any = {"rng": random.Random(0), "run_blocking": inline, "policy": Retry(attempts=1)}
+from tests.small_run import FILES
 
 
 @pytest.fixture
@@ -43,18 +39,7 @@ async def anchor(f: Following, manifest: Manifest) -> Record:
 
 
 async def span(f: Following, since: int, number: int) -> Record:
-    """The deltas between two versions as one."""
-    a, b = f.versions[since], f.versions[number]
-    directory = f.root / f"span{since}-{number}"
-    encoded = DeltaEncoder(f.trainer.weights[a.state]).encode(
-        f.trainer.weights[b.state], directory, FILES, number=number, base_number=since
-    )
-    contents = {name: FILES.read(directory / name) for name in encoded.files}
-    files = tuple(PayloadFile(n, len(data), bytes_digest(data)) for n, data in contents.items())
-    how = Representation("delta", files, a.state, "xor", dict(encoded.changed))
-    record = Record("r", b.number, b.state, how, a.number)
-    await upload_record(f.memory, record, directory, FILES, HOW)
-    return record
+    return await upload_span(f.memory, f.root, f.trainer, f.versions[since], f.versions[number])
 
 
 async def plan_of(f: Following, target: int, held: int, excluded: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
