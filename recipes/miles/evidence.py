@@ -112,12 +112,13 @@ def as_calibration(lines: list[Line]) -> list[Line]:
 def staleness(store: str, lines: list[Line]) -> dict[str, int]:
     """Samples by how many versions their oldest was behind the head when they were trained on."""
     made = {m.step: m.number for m in asyncio.run(versions(store)) if m.step is not None}
-    counted = Counter(
-        # Not of a rollout whose version was never published: killed between checkpoint and publishing.
-        made[line["rollout_id"]] - 1 - min(span["version"] for span in line["weight_versions"])
-        for line in lines
-        if line["rollout_id"] in made
-    )
+
+    def head(rollout_id: int) -> int:
+        """What it was trained from. A version has no step if its trainer was killed before it published."""
+        return made.get(rollout_id, made.get(rollout_id - 1, 0) + 1) - 1
+
+    oldest = ((line, min(span["version"] for span in line["weight_versions"])) for line in lines)
+    counted = Counter(head(line["rollout_id"]) - version for line, version in oldest)
     return {str(key): count for key, count in sorted(counted.items())}
 
 
