@@ -237,7 +237,8 @@ async def _serve(
             store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
             blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
             poll=options.poll, say=say,
-            fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache), anchors=anchors,
+            fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache, say=say),
+            anchors=anchors,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(

@@ -42,11 +42,12 @@ class Fetcher:
         *,
         cache: DigestCache | None = None,
         progress: Callable[[int], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``progress`` gets the number of bytes of each step."""
+        """``progress`` gets the number of bytes of each step; ``say`` is told what the cache cannot do."""
         self.cache = cache
         self._store, self._files, self._run_blocking, self._rng = store, files, run_blocking, rng
-        self._progress = progress
+        self._progress, self._say = progress, say
 
     async def fetch(
         self,
@@ -76,6 +77,9 @@ class Fetcher:
             complete = True
         finally:
             await self._run_blocking(lambda cache: cache.done(needed=complete), self.cache)
+            problem, self.cache.problem = self.cache.problem, None
+            if problem is not None:
+                self._say(problem)
 
     async def _file(self, file: Wanted) -> None:
         cache, blocking = self.cache, self._run_blocking

@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ async def serve(
 ) -> None:
     """Answer the commands ``boot_table`` and ``stage``."""
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
-    fetcher = Fetcher(store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache)
+    fetcher = Fetcher(
+        store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache,
+        say=lambda text: print(f"stitch: {text}", file=sys.stderr, flush=True),
+    )  # fmt: skip
     anchors = None
     if anchor_every is not None:
         name = f"{socket.gethostname()}-{os.getpid()}"
