@@ -242,18 +242,13 @@ def _small(batch: Sequence[Source]) -> _Part:
     total = int(sizes.sum())
     old, new = _joined([source.old for source in batch], 0), _joined([source.new for source in batch], 1)
     positions, values = scan(old, new, width)
-    ends = np.cumsum(sizes) // width
-    cuts = np.searchsorted(positions, ends)
-    changes = np.diff(cuts, prepend=0)
-    changed, elements, start = {}, 0, 0
-    for source, end, cut, count in zip(
-        batch, (ends * width).tolist(), cuts.tolist(), changes.tolist(), strict=True
-    ):
+    ends = np.cumsum(sizes)
+    changes = np.diff(np.searchsorted(positions, ends // width), prepend=0)
+    changed, view, start = {}, new.data, 0
+    for source, end, count in zip(batch, ends.tolist(), changes.tolist(), strict=True):
         if count:
-            data = new[start:end]
-            row = Changed(data.size, width, source.digest, xxhash.xxh3_128_hexdigest(data.data))
-            changed[source.name] = row
-            elements += _elements(values[cut - count : cut]) if source.packed else count
+            digest = tensor_digest(view[start:end])
+            changed[source.name] = Changed(end - start, width, source.digest, digest)
         start = end
     if not changed:
         return _Part(total, [], {}, tensors=len(batch))
@@ -262,6 +257,10 @@ def _small(batch: Sequence[Source]) -> _Part:
         positions -= np.repeat(removed, changes)
     covered = total - int(removed[-1]) * width
     block = Block(encode_block(positions, values), covered, width, positions.size)
+    elements = positions.size
+    if width == 1:
+        packed = values[np.repeat([source.packed for source in batch], changes)]
+        elements += _elements(packed) - packed.size
     counts = elements, int(np.count_nonzero(values.view(np.uint8)))
     return _Part(total, [block], changed, counts, len(batch))
 

@@ -58,10 +58,11 @@ def test_what_is_encoded_is_a_directory_that_applies_both_ways(tmp_path: Path) -
 
 
 def test_packed_elements_are_counted_one_by_one(tmp_path: Path) -> None:
-    encoder = DeltaEncoder({"a": Tensor("F4", (6,), bytes(3))}, "sparse")
-    new = {"a": Tensor("F4", (6,), b"\x11\x10\x00")}
-    encoded = encoder.encode(new, tmp_path / "v", FILES, number=1, base_number=0)
-    assert (encoded.elements, encoded.changed_elements, encoded.changed_bytes) == (6, 3, 2)
+    scale = Tensor("U8", (2,), bytes(2))
+    old = {"a": Tensor("F4", (6,), bytes(3)), "a.scale": scale, "b": Tensor("F4", (2,), bytes(1))}
+    new = old | {"a": Tensor("F4", (6,), b"\x11\x10\x00"), "a.scale": scale._replace(data=b"\0\x11")}
+    encoded = DeltaEncoder(old, "sparse").encode(new, tmp_path / "v", FILES, number=1, base_number=0)
+    assert (encoded.elements, encoded.changed_elements, encoded.changed_bytes) == (10, 4, 3)
 
 
 def test_a_step_that_changes_nothing_is_an_index_alone(tmp_path: Path) -> None:
