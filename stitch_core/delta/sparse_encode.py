@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ..ports import Files
@@ -28,7 +29,11 @@ from .sparse_block import Values, encode_block
 from .sparse_file import SMALL_BYTES, Block, Changed, SparseWriter, order
 
 BLOCK_BYTES = 4 << 20
-TASK_BYTES = 16 << 20
+DENSE_BLOCK_BYTES = 1 << 20
+TASK_BYTES = 8 << 20
+AHEAD_BYTES = 80 << 20
+"""Weights that are under way: what they become, at most about as much, waits for its turn in memory."""
+
 FILE_BYTES = 1 << 30
 FILE_TENSORS = 1 << 20
 
@@ -171,19 +176,25 @@ class _Output:
 
 # ----------------------------------------------------------------------------------------------- tasks
 
+_Task = tuple[int, Callable[[], _Part]]  # with the bytes of weights that it is about
+
 
 def _run(ordered: Sequence[Source], workers: int) -> Iterator[_Part]:
-    """The parts in order. At most two for each worker are under way or wait to be written."""
+    """The parts in order. A bounded number of bytes is under way or waits to be written."""
     if workers == 1:
-        yield from (task() for task in _tasks(ordered, None))
+        yield from (task() for _, task in _tasks(ordered, None))
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="stitch-encode") as pool:
         waiting: deque[Future[_Part]] = deque()
+        ahead = 0
         try:
-            for task in _tasks(ordered, pool):
+            for nbytes, task in _tasks(ordered, pool):
+                while waiting and ahead + nbytes > AHEAD_BYTES:
+                    part = waiting.popleft().result()
+                    ahead -= part.bytes
+                    yield part
                 waiting.append(pool.submit(task))
-                if len(waiting) >= 2 * workers:
-                    yield waiting.popleft().result()
+                ahead += nbytes
             while waiting:
                 yield waiting.popleft().result()
         finally:
@@ -191,14 +202,14 @@ def _run(ordered: Sequence[Source], workers: int) -> Iterator[_Part]:
                 future.cancel()
 
 
-def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterator[Callable[[], _Part]]:
+def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterator[_Task]:
     """Tasks in the order of the byte space: runs of small tensors, whole tensors, parts of large ones."""
     batch: list[Source] = []
     size = 0
     for source in ordered:
         nbytes = source.new.size
         if batch and (nbytes >= SMALL_BYTES or size + nbytes > BLOCK_BYTES or source.width != batch[0].width):
-            yield partial(_small, batch)
+            yield size, partial(_small, batch)
             batch, size = [], 0
         if nbytes >= SMALL_BYTES:
             yield from _large_tasks(source, pool)
@@ -206,17 +217,18 @@ def _tasks(ordered: Sequence[Source], pool: ThreadPoolExecutor | None) -> Iterat
             batch.append(source)
             size += nbytes
     if batch:
-        yield partial(_small, batch)
+        yield size, partial(_small, batch)
 
 
-def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[Callable[[], _Part]]:
+def _large_tasks(source: Source, pool: ThreadPoolExecutor | None) -> Iterator[_Task]:
     nbytes = source.new.size
     if pool is None or nbytes <= 2 * TASK_BYTES:
-        yield partial(_whole, source)
+        yield nbytes, partial(_whole, source)
         return
     split = _Split(source, pool.submit(tensor_digest, source.new.data))
     for start in range(0, nbytes, TASK_BYTES):
-        yield partial(_range, split, start, min(start + TASK_BYTES, nbytes))
+        end = min(start + TASK_BYTES, nbytes)
+        yield end - start, partial(_range, split, start, end)
 
 
 def _whole(source: Source) -> _Part:
@@ -237,10 +249,16 @@ def _range(split: _Split, start: int, end: int) -> _Part:
 
 def _small(batch: Sequence[Source]) -> _Part:
     """Tensors that share a block; those that have not changed are taken out of it."""
-    width = batch[0].width
     sizes = np.array([source.new.size for source in batch], np.int64)
-    total = int(sizes.sum())
     old, new = _joined([source.old for source in batch], 0), _joined([source.new for source in batch], 1)
+    with _DENSE if _is_dense(old, new) else contextlib.nullcontext():
+        return _small_block(batch, sizes, old, new)
+
+
+def _small_block(
+    batch: Sequence[Source], sizes: npt.NDArray[np.int64], old: ByteArray, new: ByteArray
+) -> _Part:
+    width, total = batch[0].width, new.size
     positions, values = scan(old, new, width)
     ends = np.cumsum(sizes)
     changes = np.diff(np.searchsorted(positions, ends // width), prepend=0)
@@ -271,18 +289,26 @@ def _blocks(
     """The blocks between two bytes of a tensor, and how many elements and bytes change there."""
     before, after, width = source.old, source.new, source.width
     blocks, elements, changed_bytes = [], 0, 0
-    for at in range(start, end, BLOCK_BYTES):
-        old, new = (data[at : min(at + BLOCK_BYTES, end)] for data in (before, after))
-        # Where most elements change, positions take many times the weights' bytes: one such block at a time.
-        dense = int(np.count_nonzero(old[:_PROBE] != new[:_PROBE])) > _PROBE // 8
+    at = start
+    while at < end:
+        dense = _is_dense(before[at:end], after[at:end])
+        stop = min(at + (DENSE_BLOCK_BYTES if dense else BLOCK_BYTES), end)
+        new = after[at:stop]
         with _DENSE if dense else contextlib.nullcontext():
-            positions, values = scan(old, new, width)
+            positions, values = scan(before[at:stop], new, width)
             blocks.append(Block(encode_block(positions, values), new.size, width, positions.size))
+            elements += _elements(values) if source.packed else positions.size
+            changed_bytes += int(np.count_nonzero(values.view(np.uint8)))
+            del positions, values
         if hasher:
             hasher.update(new.data)
-        elements += _elements(values) if source.packed else positions.size
-        changed_bytes += int(np.count_nonzero(values.view(np.uint8)))
+        at = stop
     return blocks, (elements, changed_bytes)
+
+
+def _is_dense(old: ByteArray, new: ByteArray) -> bool:
+    """Whether so much changes that positions take many times the weights' bytes: then one block at a time."""
+    return int(np.count_nonzero(old[:_PROBE] != new[:_PROBE])) > _PROBE // 8
 
 
 def _elements(values: Values) -> int:

@@ -1,6 +1,7 @@
 """Sparse deltas: whatever was encoded applies, merges and inverts, in any width, size and density."""
 
 import itertools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,28 @@ def test_large_tensors_are_split_between_threads_and_files_are_bounded(tmp_path:
     paths, _ = merge_sparse([files], lambda i: tmp_path / f"m{i}", FILES, file_bytes=1000)
     assert len(paths) > 1
     assert applied(old, [SparseFile(path, FILES) for path in paths]) == new
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.01, 1.0])
+def test_memory_is_bounded_whatever_changes(tmp_path: Path, density: float) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"large": 80 << 20, "mid": 24 << 20, **{f"small{i:02}": 200_000 for i in range(99)}}
+    old = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
+    new = {name: (rng.random(size, np.float32) < density).astype(np.uint8) for name, size in sizes.items()}
+    sources = [Source(name, old[name], new[name], 1, "0" * 32) for name in sizes]
+    tracemalloc.start()
+    try:
+        encode_sparse(sources, lambda i: tmp_path / str(i), FILES, workers=8)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+        tracemalloc.reset_peak()
+        file = SparseFile(tmp_path / "0", FILES)
+        for name in file.names:
+            apply_sparse(old[name], name, [file])
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    assert all(np.array_equal(old[name], new[name]) for name in sizes)
 
 
 def test_C16_positions_over_4_GiB(tmp_path: Path) -> None:
