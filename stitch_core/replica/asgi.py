@@ -51,10 +51,9 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
 
     Raises Refused (413, 415, 400) and Disconnected.
     """
-    too_large = Refused(Refusal(413, "PayloadTooLarge", f"the request body exceeds {limit} bytes", "never"))
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
-        raise too_large
+        raise Refused(_too_large(limit))
     parts, size, more = [], 0, True
     while more:
         message = await receive()
@@ -63,16 +62,24 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > limit:
-            raise too_large
+            raise Refused(_too_large(limit))
         more = message.get("more_body", False)
-    body = b"".join(parts)
-    encoding = headers.get("content-encoding", "identity").strip().lower()
+    return decoded(b"".join(parts), headers.get("content-encoding", "identity"), limit)
+
+
+def decoded(body: bytes, encoding: str, limit: int) -> bytes:
+    """A whole body without its ``content-encoding``, up to ``limit`` bytes. Raises Refused (413, 415, 400)."""
+    encoding = encoding.strip().lower()
     if encoding == "identity":
         return body
     body = _decompress(body, encoding, limit)
     if len(body) > limit:
-        raise too_large
+        raise Refused(_too_large(limit))
     return body
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, "PayloadTooLarge", f"the request body exceeds {limit} bytes", "never")
 
 
 def _decompress(body: bytes, encoding: str, limit: int) -> bytes:

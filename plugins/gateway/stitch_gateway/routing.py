@@ -1,17 +1,31 @@
-"""Which replica gets a request. Pure."""
+"""Which replica gets a request. Pure.
+
+A request with a key (a session, a GRPO group) goes where rendezvous hashing puts the key: every gateway
+that sees the same replicas says the same, and a replica that leaves takes only its own keys along. Unless
+that replica has far more than its share; then the next in the key's order. All others: the least loaded.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
 
 from stitch_core.versions import PolicyVersion, VersionConstraint
+
+# A key stays with its replica up to this times the mean load, and this many sequences more.
+SHARE, SLACK = 1.25, 8
 
 
 @dataclass(eq=False)
 class Replica:
-    """What the gateway believes of one replica; all of it may be out of date."""
+    """What the gateway believes of one replica; all of it may be out of date.
+
+    ``in_flight``: our requests there; ``sequences``: the sequences that they generate, which is what an
+    engine queues. ``others``: what the engine had of others at the last probe.
+    """
 
     id: str
     url: str
@@ -19,13 +33,23 @@ class Replica:
     ready: bool = False
     serving: PolicyVersion | None = None
     in_flight: int = 0
+    sequences: int = 0
     others: int = 0
     error: str | None = "not probed yet"
+    seed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seed = xxh3_64_intdigest(self.id.encode())
 
     @property
     def load(self) -> int:
-        """Requests that it runs: ours, and those that others had there at the last probe."""
-        return self.in_flight + self.others
+        """Sequences that it has: ours, and those that others had there at the last probe."""
+        return self.sequences + self.others
+
+
+def rank(key: bytes) -> Callable[[Replica], int]:
+    """How high each replica stands for ``key``: xxh3-64 of the key, seeded with that of the replica's id."""
+    return lambda replica: xxh3_64_intdigest(key, replica.seed)
 
 
 def eligible(replica: Replica, constraint: VersionConstraint) -> bool:
@@ -38,10 +62,22 @@ def choose(
     constraint: VersionConstraint,
     rng: random.Random,
     avoid: Collection[Replica] = (),
+    *,
+    key: bytes | None = None,
+    sequences: int = 1,
 ) -> Replica | None:
-    """The least loaded eligible replica, any of them where several are; None if there is none."""
+    """The eligible replica for a request of so many sequences; None if there is none.
+
+    The highest for ``key`` of those that are not overloaded, else the least loaded (any, where several are).
+    """
     candidates = [replica for replica in replicas if eligible(replica, constraint) and replica not in avoid]
-    if not candidates:
-        return None
-    least = min(replica.load for replica in candidates)
-    return rng.choice([replica for replica in candidates if replica.load == least])
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    loads = [replica.load for replica in candidates]
+    if key is None:
+        least = min(loads)
+        return rng.choice([r for r, load in zip(candidates, loads, strict=True) if load == least])
+    bound = SHARE * (sum(loads) + sequences) / len(loads) + SLACK
+    # The least loaded is below the mean, so that somebody always has room.
+    roomy = [r for r, load in zip(candidates, loads, strict=True) if load <= bound]
+    return max(roomy, key=rank(key))
