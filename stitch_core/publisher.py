@@ -27,6 +27,7 @@ from .manifest import (
     payload_prefix,
     run_prefix,
 )
+from .metered import PublisherMetrics, process_metrics
 from .payload import Boot, Payload
 from .ports import (
     AlreadyExists,
@@ -81,19 +82,21 @@ class Publisher:
         producer: Mapping[str, Any] | None = None,
         alone: bool = False,
         raise_floor: bool = False,
+        metrics: PublisherMetrics | None = None,
     ) -> None:
         """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did.
 
         ``alone``: the caller vouches that nobody else writes this run, which a store without conditional
         writes (see Capabilities) needs. ``raise_floor``: let the fulls that others uploaded beside the chain
         become its floor, so that what is below them may be collected; a trainer that resumes from below the
-        floor must publish a full.
+        floor must publish a full. ``metrics``: by default those of this process.
         """
         self.run = check_run_id(run)
         self._store, self._files, self._clock, self._rng, self._nonce = store, files, clock, rng, nonce
         self._run_blocking = run_blocking
         self._retry = retry or Retry()
         self._swap_deadline = swap_deadline
+        self._metrics = metrics or process_metrics()
         self._producer = dict(producer or {})
         self._alone = alone
         self._chain = ChainReader(store)
@@ -258,14 +261,20 @@ class Publisher:
                 "or was not reserved"
             )
         self._check_base(payload, claim.manifest)
+        with self._metrics.publishing(self.run, self._clock) as done:
+            manifest = await self._publish(payload, number, claim)
+            done.append(manifest)
+        if self._floors is not None:
+            self._floors.note(manifest)
+        return manifest
+
+    async def _publish(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
         try:
             manifest = await self._upload(payload, number, claim)
             await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
         except (StoreError, OSError, FormatError) as error:
             raise self._not_published(number, error) from error
         await self._move(claim, manifest)
-        if self._floors is not None:
-            self._floors.note(manifest)
         return manifest
 
     async def _move(self, claim: _Claim, manifest: Manifest) -> None:

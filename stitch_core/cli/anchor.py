@@ -10,6 +10,7 @@ import random
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..checkout import stage_replanning
 from ..files import PosixFiles
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
+from ..metered import CompactorMetrics
 from ..ports import Store, StoreError, SystemClock
 from ..replica.staging import Stager
 from ..retry import Retry
@@ -30,10 +32,12 @@ from .common import (
     UsageError,
     absolute_path,
     add_command,
+    add_metrics,
     add_run,
     add_store,
     count,
     emit,
+    exported,
     interval,
     opened_store,
     positive,
@@ -73,6 +77,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--poll", type=interval, default=10.0, metavar="S", help="seconds between looks at the head (10)"
     )
+    add_metrics(parser)
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR",
         help="scratch space (default: tmpfs where the model fits twice, else the system's)",
@@ -84,7 +89,12 @@ async def run(options: argparse.Namespace) -> int:
         raise UsageError("--follow needs --every K and --base DIR")
     if options.version is not None and options.every is not None:
         raise UsageError("--version names one version, --every takes the newest: use one of them")
-    async with opened_store(options.store) as store, _job(options, store) as job:
+    with exported(options.metrics) as exporter:
+        return await _run(options, CompactorMetrics(exporter))
+
+
+async def _run(options: argparse.Namespace, metrics: CompactorMetrics) -> int:
+    async with opened_store(options.store) as store, _job(options, store, metrics) as job:
         if options.follow:
             await job.follow(options.run_id, stop_on_signals(), options.poll)
             return 0
@@ -94,8 +104,15 @@ async def run(options: argparse.Namespace) -> int:
 
 
 class _Job:
-    def __init__(self, options: argparse.Namespace, store: Store, work: Path, threads: Threads) -> None:
-        self._options, self._store, self._threads = options, store, threads
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        store: Store,
+        work: Path,
+        threads: Threads,
+        metrics: CompactorMetrics,
+    ) -> None:
+        self._options, self._store, self._threads, self._metrics = options, store, threads, metrics
         name = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._anchors = Anchors(
             store, name, every=options.every or 1, clock=SystemClock(), rng=random.Random(),
@@ -116,11 +133,16 @@ class _Job:
         if self._options.every is not None and not await self._anchors.due(manifest):
             self._emit(manifest, f"is less than {self._options.every} versions after the newest full")
             return True
+        began = time.monotonic()
         directory = self._options.from_checkpoint
         if directory is None:
             directory = (await stage_replanning(self._stager, manifest)).directory
         done = await self._anchors.anchor(manifest, directory, PosixFiles())
         self._emit(manifest, _what(done), done)
+        if done.new and done.record is not None:
+            size, took = done.record.representation.bytes, time.monotonic() - began
+            self._metrics.anchored(manifest.run, manifest.number, size, took)
+        self._metrics.passed(manifest.run, "anchored" if done.new else "left", time.time())
         return done.record is not None
 
     async def follow(self, run_id: str, stop: asyncio.Event, poll: float) -> None:
@@ -133,9 +155,12 @@ class _Job:
                 manifest = await self._chain.manifest(run_id, head)
                 if manifest.representation.kind == "delta" and await self._anchors.due(manifest):
                     await self._until(stop, self.one(manifest))
+                else:
+                    self._metrics.passed(run_id, "idle", time.time())
                 failures, said = 0, ""
             except (StoreError, NoHead, ValueError, OSError) as error:
                 failures += 1
+                self._metrics.passed(run_id, "failed", time.time())
                 pause = max(poll, backoff.delay(failures, random.Random()))
                 if str(error) != said:
                     said = str(error)
@@ -172,7 +197,7 @@ def _what(done: Anchored) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _job(options: argparse.Namespace, store: Store) -> AsyncIterator[_Job]:
+async def _job(options: argparse.Namespace, store: Store, metrics: CompactorMetrics) -> AsyncIterator[_Job]:
     threads = Threads(2, "stitch-anchor")
     with contextlib.ExitStack() as stack:
         stack.callback(threads.close)
@@ -181,7 +206,7 @@ async def _job(options: argparse.Namespace, store: Store) -> AsyncIterator[_Job]
         else:
             parent = None if options.base is None else scratch_parent(options.base)
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stitch-", dir=parent)))
-        job = _Job(options, store, work, threads)
+        job = _Job(options, store, work, threads, metrics)
         try:
             yield job
         finally:

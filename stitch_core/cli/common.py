@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+from ..metrics import Registry
+from ..metrics_export import VARIABLE, BadTarget, Exporter
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..versions import VersionError, check_run_id
@@ -55,6 +57,26 @@ def add_base(parser: argparse.ArgumentParser) -> None:
         "--base", required=True, type=absolute_path, metavar="DIR",
         help="the Hugging Face checkpoint directory that is version 0 of the run",
     )  # fmt: skip
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics", metavar="TARGET", default=os.environ.get(VARIABLE),
+        help=f"show metrics at a PORT, HOST:PORT, or in a file *.prom for a node exporter (or {VARIABLE})",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def exported(target: str | None) -> Iterator[Exporter]:
+    """An exporter of a registry of its own. Raises UsageError."""
+    try:
+        exporter = Exporter(Registry(), target)
+    except BadTarget as error:
+        raise UsageError(f"--metrics {error}") from None
+    try:
+        yield exporter
+    finally:
+        exporter.close()
 
 
 def absolute_path(text: str) -> Path:

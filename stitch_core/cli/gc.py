@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ..chain import NoHead
+from ..metered import CollectorMetrics
 from ..ports import SystemClock
 from ..retention import GRACE, Collector, Sweep
 from ..versions import check_run_id
@@ -16,9 +17,11 @@ from .common import (
     Commands,
     UsageError,
     add_command,
+    add_metrics,
     add_run,
     add_store,
     emit,
+    exported,
     opened_store,
     say,
     size_text,
@@ -49,6 +52,7 @@ def add_parser(commands: Commands) -> None:
         "--grace", type=duration, default=GRACE, metavar="TIME",
         help="how long a reader may take for what it began: 90s, 30m, 24h, 2d (24h)",
     )  # fmt: skip
+    add_metrics(parser)
     parser.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
 
 
@@ -67,10 +71,14 @@ async def run(options: argparse.Namespace) -> int:
             store, options.run_id, clock=SystemClock(), rng=random.Random(), grace=options.grace,
             progress=Progress(),
         )  # fmt: skip
+        began = time.monotonic()
         try:
             sweep = await (collector.survey() if options.dry_run else collector.collect())
         except NoHead as error:
             raise UsageError(str(error)) from None
+        if not options.dry_run:
+            with exported(options.metrics) as exporter:
+                CollectorMetrics(exporter).swept(sweep, time.monotonic() - began, time.time())
     emit(as_json(sweep, options.dry_run), options.json, lambda: _text(sweep, options.dry_run))
     return 1 if sweep.failed else 0
 

@@ -23,6 +23,7 @@ from ..replica.admission import Gate
 from ..replica.anchoring import ReplicaAnchors
 from ..replica.engines import OpenedEngine, open_engine
 from ..replica.fetching import FETCH_THREADS, Fetcher
+from ..replica.metering import Metered, ReplicaMetrics
 from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
@@ -246,10 +247,12 @@ async def _serve(
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
             cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
         )  # fmt: skip
+        metrics = ReplicaMetrics(gate, clock, reconciler.status)
+        metrics.follow(reconciler)
         url = _url(options, listener)
         announcer = Announcer(store, reconciler, replica_id, url)
         emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")
         await live(
-            reconciler, announcer, stop, lambda end: serve(app, listener, end),
+            reconciler, announcer, stop, lambda end: serve(Metered(app, metrics, clock), listener, end),
             gate=gate, clock=clock, drain=options.drain,
         )  # fmt: skip

@@ -68,7 +68,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
 
 
 def decoded(body: bytes, encoding: str, limit: int) -> bytes:
-    """A whole body without its ``content-encoding``, up to ``limit`` bytes. Raises Refused (413, 415, 400)."""
+    """A body without its ``content-encoding``, up to ``limit`` bytes. Raises Refused (413, 415, 400)."""
     encoding = encoding.strip().lower()
     if encoding == "identity":
         return body
@@ -120,11 +120,9 @@ async def send_refusal(send: Send, refusal: Refusal) -> None:
     await send_json(send, refusal.status, refusal.body(), refusal.headers())
 
 
-async def call_for_json(app: App, scope: Scope) -> tuple[int, Any]:
-    """Ask the app as a client without a body would; the status, and the JSON or None if it is none."""
-    status, parts = 500, []
-
-    asked = False
+async def call_app(app: App, scope: Scope) -> tuple[int, Headers, bytes]:
+    """Ask the app as a client without a body would: status, headers, body."""
+    status, headers, parts, asked = 500, Headers(), list[bytes](), False
 
     async def receive() -> Message:
         nonlocal asked
@@ -134,14 +132,20 @@ async def call_for_json(app: App, scope: Scope) -> tuple[int, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Message) -> None:
-        nonlocal status
+        nonlocal status, headers
         if message["type"] == "http.response.start":
-            status = message["status"]
+            status, headers = message["status"], list(message.get("headers", ()))
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
+    return status, headers, b"".join(parts)
+
+
+async def call_for_json(app: App, scope: Scope) -> tuple[int, Any]:
+    """As ``call_app``: the status, and the JSON or None if it is none."""
+    status, _, body = await call_app(app, scope)
     try:
-        return status, json.loads(b"".join(parts))
+        return status, json.loads(body)
     except ValueError:
         return status, None

@@ -93,6 +93,7 @@ class Reconciler:
     first_backoff: float = 0.5
     max_backoff: float = 30.0
     on_update: Callable[[], None] = lambda: None
+    on_activated: Callable[[Update], None] = lambda _: None
     say: Callable[[str], None] = lambda _: None
     fetcher: Fetcher | None = None
     anchors: ReplicaAnchors | None = None
@@ -100,6 +101,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self.updates: deque[Update] = deque(maxlen=KEPT_UPDATES)
+        self.failed_passes = 0
         self._chain = ChainReader(self.store)
         self._stager = (self.make_stager or self._stage_here)(self._set_activity)
         self._activator = Activator(self.engine, self.gate, self.clock, self.activation)
@@ -180,6 +182,7 @@ class Reconciler:
                 moved, failures = False, 0
             except Exception as error:  # whatever it is, the replica goes on serving and tries again
                 self._note(error)
+                self.failed_passes += 1
                 moved, failures = False, failures + 1
             else:
                 self._note(None)
@@ -225,6 +228,7 @@ class Reconciler:
             version, self.clock.time(), staged.bytes, changed, staged.fetch, staged.apply, drain, pause
         ))  # fmt: skip
         self.on_update()
+        self.on_activated(self.updates[-1])
         return True
 
     def _stage_here(self, activity: Callable[[str], None]) -> Staging:
