@@ -18,10 +18,9 @@ from tests.test_metrics import samples
 ENGINE = b"# TYPE sglang_tokens counter\nsglang_tokens_total 5"
 
 
-def metered(replica: Replica, status: Any = dict) -> AsgiClient:
-    return AsgiClient(
-        Metered(replica.app, ReplicaMetrics(replica.gate, SystemClock(), status), SystemClock())
-    )
+def metered(replica: Replica, app: Any = None) -> AsgiClient:
+    metrics = ReplicaMetrics(replica.gate, SystemClock(), dict)
+    return AsgiClient(Metered(app or replica.app, metrics, SystemClock()))
 
 
 async def page(client: AsgiClient, **options: Any) -> str:
