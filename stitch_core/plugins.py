@@ -10,6 +10,7 @@ OURS: dict[str, dict[str, str]] = {
     "stitch.stores": {
         "file": "stitch_core.stores.local:open_url",
         "memory": "stitch_core.stores.memory:open_url",
+        "modal": "stitch_modal.store:open_url",
         "s3": "stitch_s3.store:open_url",
     },
     "stitch.engines": {"embedded": "stitch_embedded.replica:open_engine"},
@@ -25,7 +26,7 @@ OURS: dict[str, dict[str, str]] = {
 
 # The extra that brings a name, where it is not the name itself.
 EXTRAS = {"static": "gateway", "store": "gateway", "prove": "embedded"}
-ELSEWHERE = {"stitch.stores": ("modal",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 
 
