@@ -63,11 +63,11 @@ class GuardedFiles:
 
 
 class Lease:
-    """Who uploads a full of a run just now: a small object that is swapped, and expires by itself."""
+    """Who uploads a record of a ``kind`` just now: a small object that is swapped, and expires by itself."""
 
-    def __init__(self, store: Store, run: str, name: str, clock: Clock) -> None:
+    def __init__(self, store: Store, run: str, name: str, clock: Clock, *, kind: str = "fulls") -> None:
         self._store, self._name, self._clock = store, name, clock
-        self._key = f"{run_prefix(run)}fulls/lease"
+        self._key = f"{run_prefix(run)}{kind}/lease"
         self._tag: str | None = None
 
     async def take(self) -> bool:

@@ -45,16 +45,16 @@ class Planner:
         try:
             plan = cheapest_plan(target, sources.values(), held, excluded, self._piece_cost)
             if len(plan.sources) <= FEW:
-                return await self._read(target, rows, sources, held, excluded)
+                return await self.read(target, rows, sources, held, excluded)
         except NoPlan:
             # A delta may build on an older version than the one that is held, which may be above the target.
             rows += await self._chain.rows(target, number=lowest) + await self._above(target)
         sources = _sketches(target, rows) | sources | await self._beside(target, rows)
         try:
-            return await self._read(target, rows, sources, held, excluded)
+            return await self.read(target, rows, sources, held, excluded)
         except NoPlan:
             rows += await self._chain.rows(target, number=0)
-            return await self._read(target, rows, _sketches(target, rows) | sources, held, excluded)
+            return await self.read(target, rows, _sketches(target, rows) | sources, held, excluded)
 
     async def _above(self, target: Manifest) -> list[Row]:
         """The rows of the versions after ``target``."""
@@ -70,15 +70,18 @@ class Planner:
         sketches = [place.sketch(states) for place in await list_records(self._store, target.run)]
         return {sketch.of: sketch for sketch in sketches if sketch is not None}
 
-    async def _read(
+    async def read(
         self,
         target: Manifest,
-        rows: Collection[Row],
+        rows: Iterable[Row],
         sources: dict[str, Source],
         held: Collection[str],
         excluded: Collection[str],
     ) -> Plan:
-        """The cheapest plan of sources that are read; ``sources``, by digest, become what is read."""
+        """The cheapest plan of sources that are read; ``sources``, by digest, become what is read.
+
+        ``rows`` are those of the manifests among them. Raises NoPlan, ChainBroken, Unavailable.
+        """
         by_digest = {row.digest: row for row in rows}
         while True:
             plan = cheapest_plan(target, sources.values(), held, excluded, self._piece_cost)

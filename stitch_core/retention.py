@@ -218,20 +218,9 @@ class Collector:
                     yield number
 
     async def _fetching(self) -> set[str]:
-        """What replicas are fetching, by records that have not expired; a damaged one says nothing."""
-        found: set[str] = set()
-        for _, data in await self._load_all("replicas/"):
-            try:
-                record = json.loads(data)
-                expires, fetching = float(record["expires"]), list(record.get("fetching") or ())
-                target = record.get("target")
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                continue
-            if isinstance(target, str) and not target.startswith(f"{self._run}/"):
-                continue  # another run's
-            if math.isfinite(expires) and expires > self._clock.time():
-                found.update(digest for digest in fetching if isinstance(digest, str))
-        return found
+        """What replicas are fetching, by records that have not expired."""
+        records = [data for _, data in await self._load_all("replicas/")]
+        return fetching_in(records, self._run, self._clock.time())
 
     async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
         limit = asyncio.Semaphore(PARALLEL)
@@ -279,6 +268,23 @@ class Collector:
                     sweep.freed += entry.size
 
         await asyncio.gather(*(delete(entry) for entry in entries))
+
+
+def fetching_in(records: Iterable[bytes], run: str, now: float) -> set[str]:
+    """Digests of what replicas fetch of a run, by their records; a damaged or expired one says nothing."""
+    found: set[str] = set()
+    for data in records:
+        try:
+            record = json.loads(data)
+            expires, fetching = float(record["expires"]), list(record.get("fetching") or ())
+            target = record.get("target")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        if isinstance(target, str) and not target.startswith(f"{run}/"):
+            continue  # another run's
+        if math.isfinite(expires) and expires > now:
+            found.update(digest for digest in fetching if isinstance(digest, str))
+    return found
 
 
 def _epoch(row: Row) -> int:

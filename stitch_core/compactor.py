@@ -1,0 +1,411 @@
+"""The compactor: merges the deltas of one run into spans, so that joining does not grow with the run.
+
+It needs no weights. Which spans there ought to be follows from what the store has (spans.py), so any number
+of compactors may run, die and start again: spans are create-only, and named by what is in them. A lease,
+which is a hint, keeps two from doing the same work. Replaced aggregates go after a grace, counted from when
+this process first saw what replaced them, and not while a replica's record says that it fetches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from .anchors import Lease
+from .chain import ChainReader
+from .delta.directory import DeltaDirectory
+from .delta.fold import RepresentationInvalid
+from .delta.merge import merge_deltas
+from .delta.transcode import xor_to_sparse
+from .delta.wire import DeltaError
+from .lineage import REVERSIBLE, NoPlan, Plan, Sketch, Source, Undo
+from .manifest import Manifest, PayloadFile, Representation, Row, floor_number
+from .planner import Planner
+from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store
+from .records import How, Place, Record, list_records, upload_record
+from .replica.fetching import Fetcher, Wanted
+from .retention import fetching_in
+from .retry import Retry, retrying
+from .spans import Range, newest_aggregate, replaced, wanted
+from .stores.transfer import DigestMismatch, file_digest
+from .versions import PolicyVersion
+
+T = TypeVar("T")
+
+GRACE = 3600.0
+"""Seconds between a replaced aggregate's replacement and its end."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A span that was made: the bytes of the ``pieces`` that it was merged from, its own, and seconds."""
+
+    record: Record
+    pieces: int
+    read: int
+    seconds: float
+    new: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return self.record.representation.bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One look at a run. ``left``: spans that ought to be there and are not; ``busy``: another makes them."""
+
+    head: int
+    root: int
+    aggregate: int
+    spans: int
+    left: tuple[Range, ...]
+    busy: bool = False
+    made: tuple[Made, ...] = ()
+    deleted: tuple[str, ...] = ()
+    problems: Mapping[Range, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _View:
+    newest: Manifest
+    rows: list[Row]
+    places: dict[Range, list[Place]]
+    low: int
+    left: list[Range]
+
+    @functools.cached_property
+    def states(self) -> dict[int, str]:
+        states = {row.number: row.state for row in self.rows}
+        states[0] = self.newest.boot.state if self.newest.boot else self.newest.state
+        return states
+
+
+class Compactor:
+    """Compacts one run, with scratch space of its own below ``work``.
+
+    ``widths`` are the element widths of the run's tensors, by name: with them, spans of XOR deltas become
+    sparse ones, about half as large, and a run that changed its encoding is merged across the change.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        work: Path,
+        name: str,
+        *,
+        files: Files,
+        clock: Clock,
+        rng: random.Random,
+        run_blocking: RunBlocking,
+        grace: float = GRACE,
+        policy: Retry | None = None,
+        widths: Mapping[str, int] | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``name`` tells this process from others; ``say`` is told what is going on."""
+        self.root = 0
+        self._store, self._run, self._work, self._name = store, run, work, name
+        self._files, self._clock, self._rng, self._run_blocking = files, clock, rng, run_blocking
+        self._grace, self._policy, self._widths, self._say = grace, policy or Retry(), widths, say
+        self._chain = ChainReader(store)
+        self._planner = Planner(store, self._chain, piece_cost=0)
+        self._fetcher = Fetcher(store, files, run_blocking, rng)
+        self._excluded: set[str] = set()
+        self._failed: dict[Range, str] = {}
+        self._local: dict[str, tuple[Path, int]] = {}  # verified files by a source's digest, and its version
+        self._replaced_since: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------- passes
+
+    async def compact(self, stop: Callable[[], bool] = lambda: False) -> Pass:
+        """Make what is missing, one span after the other, and delete what was replaced long enough ago.
+
+        A span that cannot be made is noted, and not tried again by this process. Raises NoHead, FormatError,
+        StoreError, OSError.
+        """
+        made: list[Made] = []
+        while True:
+            view = await self._view()
+            if not view.left or stop():
+                break
+            lease = Lease(self._store, self._run, self._name, self._clock, kind="spans")
+            if not await lease.take():
+                return self._report(view, made, busy=True)
+            async with lease.kept():
+                one = await self._make(view, view.left[0])
+            if one is not None:
+                made.append(one)
+                self._say(_told(one))
+        deleted = await self._retire(view)
+        await self._forget(view)
+        return self._report(view, made, deleted=tuple(deleted))
+
+    def _report(
+        self, view: _View, made: list[Made], *, busy: bool = False, deleted: tuple[str, ...] = ()
+    ) -> Pass:
+        spans = sum(len(places) for places in view.places.values())
+        return Pass(
+            view.newest.number, self.root, view.low, spans, tuple(view.left), busy, tuple(made), deleted,
+            dict(self._failed),
+        )  # fmt: skip
+
+    async def _view(self) -> _View:
+        """What there is and what is missing, by one listing and the rows above the newest aggregate."""
+        head, _ = await self._call(lambda: self._chain.head(self._run))
+        newest = await self._call(lambda: self._chain.manifest(self._run, head))
+        places: dict[Range, list[Place]] = {}
+        for place in await self._call(lambda: list_records(self._store, self._run, ("spans",))):
+            if place.since is not None and place.key is not None and place.digest not in self._excluded:
+                places.setdefault((place.since, place.number), []).append(place)
+        ends = sorted((b for a, b in places if a == self.root and b <= newest.number), reverse=True)
+        for end in [*ends, self.root]:
+            rows = await self._call(lambda end=end: self._chain.rows(newest, number=end))  # type: ignore[misc]
+            view = _View(newest, rows, places, end, [])
+            numbers = sorted(number for number in view.states if number >= end)
+            there = {range for range in places if self._sketches_of(view, range)}
+            if end == self.root or newest_aggregate(numbers, there, self.root) == end:
+                break
+        left = [
+            (a, b)
+            for a, b in wanted(numbers, self.root)
+            if (a, b) not in there | self._failed.keys() and view.states.get(a) != view.states[b]
+        ]
+        return replace(view, left=left)
+
+    def _sketches_of(self, view: _View, range: Range) -> list[Sketch]:
+        states = view.states
+        if self.root and range[0] == self.root and self.root not in states:
+            # Its base is below the rows that were read; what is read of it is checked all the same.
+            states = {**states, self.root: self._root_state}
+        found = (place.sketch(states) for place in view.places.get(range, ()))
+        return [sketch for sketch in found if sketch is not None]
+
+    _root_state = ""
+
+    # ------------------------------------------------------------------------------------------ merging
+
+    async def _make(self, view: _View, range: Range) -> Made | None:
+        """Merge one span and upload it; None if it cannot be made, which is then remembered."""
+        began = self._clock.monotonic()
+        try:
+            plan = await self._plan(view, range)
+            if len(plan.deltas) == 1:
+                raise NoPlan("one piece leads there already")
+            directories = await self._fetch(plan.deltas)
+            record, directory = await self._run_blocking(self._merge, view, range, plan, directories)
+        except NoPlan as error:
+            self._give_up(view, range, str(error), error.at if isinstance(error, _Mixed) else 0)
+            return None
+        except (NotFound, DigestMismatch, RepresentationInvalid, DeltaError) as error:
+            # What is wrong with a piece excludes it; then there is another way, or none.
+            if isinstance(error, RepresentationInvalid):
+                self._excluded.add(error.manifest_digest)
+            elif isinstance(error, DeltaError):
+                self._failed[range] = str(error)
+            self._say(f"span {range[0]}-{range[1]}: {error}")
+            return None
+        how: How = {"policy": self._policy, "rng": self._rng, "run_blocking": self._run_blocking}
+        try:
+            await upload_record(self._store, record, directory, self._files, how)
+        except (AlreadyExists, DigestMismatch) as error:
+            self._failed[range] = f"what is there under its name is something else: {error}"
+            return None
+        self._local[record.digest()] = directory, record.number
+        return Made(record, len(plan.deltas), plan.bytes, self._clock.monotonic() - began)
+
+    async def _plan(self, view: _View, range: Range) -> Plan:
+        """The cheapest pieces that lead from one version to the other, read and found reversible. NoPlan."""
+        a, b = range
+        by_number = {row.number: row for row in view.rows}
+        target = await self._call(lambda: self._chain.manifest(self._run, by_number[b]))
+        start = view.states.get(a) or self._root_state
+        sources: dict[str, Source] = {}
+        for since, number in view.places:
+            if since >= a and number <= b:
+                sources |= {sketch.of: sketch for sketch in self._sketches_of(view, (since, number))}
+        numbers = sorted(n for n in by_number if max(a, view.low) <= n <= b)
+        for before, number in itertools.pairwise(numbers):
+            row, version = by_number[number], PolicyVersion(self._run, number)
+            sources[row.digest] = Sketch.delta(
+                version, by_number[before].state, row.state, row.bytes, row.digest, row.key
+            )
+        while True:
+            plan = await self._call(
+                lambda: self._planner.read(target, by_number.values(), sources, {start}, self._excluded)
+            )
+            unfit = [s for s in plan.sources if s.representation.encoding not in REVERSIBLE]
+            if not unfit:
+                if self._widths is None:
+                    _check_one_encoding(plan)
+                return plan
+            self._excluded.update(source.digest() for source in unfit)
+
+    def _give_up(self, view: _View, range: Range, why: str, at: int) -> None:
+        """A block that cannot be merged ends what can: the root is above what stands in the way."""
+        a, b = range
+        self._failed[range] = why
+        by_number = {row.number: row for row in view.rows}
+        unfit = [n for n in by_number if a < n <= b and by_number[n].digest in self._excluded]
+        floor = floor_number(view.newest)
+        root = max([*unfit, floor if b <= floor else 0, at])
+        if root > self.root and root in view.states:
+            self.root, self._root_state = root, view.states[root]
+            self._say(f"no span leads over version {root}: {why}")
+
+    async def _fetch(self, sources: Sequence[Source]) -> dict[str, Path]:
+        """Verified files of each, by its digest; those that this process made or has fetched are here."""
+        wanted: dict[Wanted, Source] = {}
+        for source in sources:
+            digest = source.digest()
+            if digest in self._local:
+                continue
+            directory = self._work / digest.removeprefix("sha256:")[:24]
+            await self._run_blocking(self._files.make_dirs, directory)
+            for file in source.representation.files:
+                key = source.file_key(file.name)
+                wanted[Wanted(key, directory / file.name, file.size, file.sha256)] = source
+
+        def failed(file: Wanted, error: Exception) -> None:
+            if isinstance(error, DigestMismatch | NotFound):
+                self._excluded.add(wanted[file].digest())
+
+        await self._fetcher.fetch(list(wanted), failed)
+        for fetched, source in wanted.items():
+            self._local[source.digest()] = fetched.path.parent, source.version.number
+        return {source.digest(): self._local[source.digest()][0] for source in sources}
+
+    def _merge(
+        self, view: _View, range: Range, plan: Plan, directories: Mapping[str, Path]
+    ) -> tuple[Record, Path]:
+        """Blocking: the record of the merged delta, and where its files lie."""
+        a, b = range
+        path = self._work / f"span-{a}-{b}"
+        self._files.remove_tree(path)
+        deltas, where = list(plan.deltas), dict(directories)
+        for i, delta in enumerate(deltas):
+            if self._widths is not None and delta.representation.encoding == "xor":
+                deltas[i], where[delta.digest()] = self._as_sparse(delta, where[delta.digest()])
+        merged = merge_deltas(
+            deltas, lambda delta: where[delta.digest()], path, self._files, number=b, base_number=a
+        )
+        encoding = deltas[0].representation.encoding
+        listed = []
+        for name in merged.files:
+            size = self._files.size(path / name)
+            listed.append(PayloadFile(name, size, file_digest(self._files, path / name, size)))
+        assert plan.base is not None
+        changed = {} if encoding == "sparse" else dict(merged.changed)
+        how = Representation("delta", tuple(listed), plan.base, encoding, changed)
+        return Record(self._run, b, plan.target.state, how, a), path
+
+    def _as_sparse(self, delta: Source, directory: Path) -> tuple[Source, Path]:
+        """A XOR delta in the other encoding, and where it lies; it goes by the same digest."""
+        source = delta.source if isinstance(delta, Undo) else delta
+        path = directory / "sparse"
+        self._files.remove_tree(path)
+        changed = {name: (pair[0], pair[1]) for name, pair in source.representation.changed.items()}
+        number = source.version.number
+        xor_to_sparse(
+            DeltaDirectory.open(directory, self._files), changed, self._widths or {}, path, self._files,
+            number=number, base_number=number,
+        )  # fmt: skip
+        other = _Transcoded(source)
+        return (Undo(other) if isinstance(delta, Undo) else other), path
+
+    # --------------------------------------------------------------------------------------- what goes
+
+    async def _retire(self, view: _View) -> list[str]:
+        """Delete aggregates that were replaced long enough ago and that nobody fetches; their keys."""
+        now, old = self._clock.monotonic(), replaced(view.places, self.root)
+        digests = {place.digest: place for range in old for place in view.places[range]}
+        self._replaced_since = {digest: self._replaced_since.get(digest, now) for digest in digests}
+        due = [digest for digest, since in self._replaced_since.items() if now - since > self._grace]
+        if not due:
+            return []
+        fetched = fetching_in(await self._replica_records(), self._run, self._clock.time())
+        deleted = []
+        for place in (digests[digest] for digest in due if digest not in fetched):
+            assert place.key is not None
+            # The document before the files: nobody is to find a span that has lost them.
+            stem = place.key.rpartition("/")[0]
+            for key in (place.key, *(f"{stem}/{name}" for name in place.sizes)):
+                await self._call(lambda key=key: self._store.delete(key))  # type: ignore[misc]
+            deleted.append(stem)
+            self._say(f"deleted {stem}: newer aggregates have replaced it")
+        return deleted
+
+    async def _replica_records(self) -> list[bytes]:
+        found = []
+        for entry in await self._call(lambda: self._store.list("replicas/")):
+            with contextlib.suppress(NotFound):
+                load = functools.partial(self._store.load, entry.key)
+                found.append((await self._call(load)).data)
+        return found
+
+    async def _forget(self, view: _View) -> None:
+        """Remove files here that no later span is made of."""
+        newest = f"span-{self.root}-{view.low}"
+        for digest, (path, number) in list(self._local.items()):
+            made_here = path.name.startswith("span-")
+            if not made_here or (number <= view.low and path.name != newest):
+                del self._local[digest]
+                await self._run_blocking(self._files.remove_tree, path)
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retrying(call, self._policy, self._rng)
+
+
+class _Mixed(NoPlan):
+    """Deltas of two encodings: the last of the older one leads to version ``at``."""
+
+    def __init__(self, at: PolicyVersion) -> None:
+        super().__init__(f"the encoding of deltas changes after {at}, and their widths are not known")
+        self.at = at.number
+
+
+def _check_one_encoding(plan: Plan) -> None:
+    newest = plan.deltas[-1].representation.encoding
+    others = [delta.version for delta in plan.deltas if delta.representation.encoding != newest]
+    if others:
+        raise _Mixed(others[-1])
+
+
+@dataclass(frozen=True)
+class _Transcoded:
+    """A XOR delta that lies here as a sparse one."""
+
+    source: Source
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.source.version
+
+    @property
+    def state(self) -> str:
+        return self.source.state
+
+    @property
+    def representation(self) -> Representation:
+        return replace(self.source.representation, encoding="sparse", changed={})
+
+    def digest(self) -> str:
+        return self.source.digest()
+
+    def file_key(self, name: str) -> str:
+        return self.source.file_key(name)
+
+
+def _told(made: Made) -> str:
+    record = made.record
+    return (
+        f"span {record.since}-{record.number}: {made.pieces} pieces of {made.read} bytes are one of "
+        f"{made.bytes}, {made.seconds:.1f} s"
+    )
