@@ -26,6 +26,7 @@ from .dispatch import Dispatcher
 from .facade import Facade
 from .fleet import Fleet
 from .head_view import HeadView
+from .metrics import GatewayMetrics
 from .routing import Replica
 
 GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -88,6 +89,7 @@ class Gateway:
         self._control = aiohttp.ClientTimeout(total=settings.control)
         lag = 0 if settings.lag is None and settings.facade and head is not None else settings.lag
         self.consumers = Consumers(settings.run, settings.consumer, lag, head)
+        self.metrics = GatewayMetrics(self.dispatcher, self.consumers)
         self.facade = None
         if settings.facade:
             self.facade = Facade(
@@ -97,7 +99,8 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=self._settings.max_body, middlewares=[_envelope])
+        middlewares = [self.metrics.middleware, _envelope]
+        app = web.Application(client_max_size=self._settings.max_body, middlewares=middlewares)
         app.add_routes([web.post(path, self._generate) for path in GENERATE])
         anyones = ANYONES if self.facade else (*ANYONES, *ANYONES_WITHOUT_FACADE)
         app.add_routes([web.get(path, self._anyones) for path in anyones])
@@ -110,6 +113,7 @@ class Gateway:
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/status", self._status),
+                web.get("/metrics", self.metrics.page),
             ]
         )
         return app

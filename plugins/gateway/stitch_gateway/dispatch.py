@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -29,7 +29,8 @@ class _GivenUp(Exception):
 class Dispatcher:
     """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
 
-    ``pause``: seconds for which a request avoids a replica that has just refused it.
+    ``pause``: seconds for which a request avoids a replica that has just refused it. ``on_acquired`` is told
+    the seconds that a request waited for a replica.
     """
 
     fleet: Fleet
@@ -41,6 +42,7 @@ class Dispatcher:
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
+    on_acquired: Callable[[float], None] = lambda _: None
 
     async def run(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The answer of the first replica that gives one. Raises Refused."""
@@ -97,6 +99,7 @@ class Dispatcher:
     async def _acquire(self, call: Call, avoided: dict[Replica, float]) -> Replica:
         """Wait for a replica and count the request as running there."""
         self.held.add(call)
+        began = _now()
         try:
             while True:
                 changed = self.fleet.changed
@@ -109,6 +112,7 @@ class Dispatcher:
                 replica = choose(self.fleet.replicas, call.constraint, self.rng, avoid)
                 if replica is not None:
                     replica.in_flight += 1
+                    self.on_acquired(now - began)
                     return replica
                 wake = min([call.deadline, *(avoided[replica] for replica in avoid)])
                 try:
