@@ -79,6 +79,31 @@ def add_parser(commands: Commands) -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
+    manifest, tensors = await publish_directory(options)
+    late = None
+    if options.wait_replicas is not None:
+        say(f"waiting for replicas to serve {manifest.version}")
+        async with opened_store(options.store) as store:
+            late = await wait_for_replicas(
+                store, options.run_id, manifest.number, options.wait_replicas, options.wait_timeout,
+                clock=SystemClock(),
+            )  # fmt: skip
+    r = manifest.representation
+    result = {
+        "version": str(manifest.version), "number": manifest.number, "epoch": manifest.epoch, "kind": r.kind,
+        "bytes": r.bytes, "tensors": tensors, "state": manifest.state, "digest": manifest.digest(),
+    }  # fmt: skip
+    emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
+    if late is not None:
+        say(late)
+    return 0 if late is None else 1
+
+
+async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int | None]:
+    """Publish as the options say; the new version, and how many tensors a delta changes.
+
+    Raises UsageError, PublishError, StoreError, and what reading the directory raises.
+    """
     check_run_id(options.run_id)
     directory, base = options.directory, options.base
     if not directory.is_dir():
@@ -113,23 +138,7 @@ async def run(options: argparse.Namespace) -> int:
                     payload = await asyncio.to_thread(prepare, options, host, work, publisher.head.number)
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
-        late = None
-        if options.wait_replicas is not None:
-            say(f"waiting for replicas to serve {manifest.version}")
-            late = await wait_for_replicas(
-                store, options.run_id, manifest.number, options.wait_replicas, options.wait_timeout,
-                clock=SystemClock(),
-            )  # fmt: skip
-    r = manifest.representation
-    result = {
-        "version": str(manifest.version), "number": manifest.number, "epoch": manifest.epoch, "kind": r.kind,
-        "bytes": r.bytes, "tensors": len(payload.changed) if is_delta or options.as_delta else None,
-        "state": manifest.state, "digest": manifest.digest(),
-    }  # fmt: skip
-    emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
-    if late is not None:
-        say(late)
-    return 0 if late is None else 1
+    return manifest, len(payload.changed) if is_delta or options.as_delta else None
 
 
 async def rebuild(
