@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+from .. import logs
 from ..metrics import Registry
 from ..metrics_export import VARIABLE, BadTarget, Exporter
 from ..stores import open_store
@@ -151,7 +152,7 @@ def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
 
 def say(text: str) -> None:
     """Progress and warnings, beside the result."""
-    print(text, file=sys.stderr, flush=True)
+    print(logs.line(text) if logs.asked() else text, file=sys.stderr, flush=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

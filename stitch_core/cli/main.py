@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .. import plugins
+from .. import logs, plugins
 from ..chain import NoHead
 from ..channels import ChannelRefused
 from ..checkout import CheckoutRefused
@@ -71,6 +71,8 @@ def _add_missing(commands: Commands, name: str, why: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``stitch``; the exit code."""
     options = build_parser().parse_args(arguments)
+    logs.configure()
+    logs.set_context(lambda: {"run": getattr(options, "run_id", None)})
     try:
         code: int = asyncio.run(options.run(options))
         return code
@@ -89,4 +91,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _complain(command: str, failure: Exception) -> None:
     """One line, whatever the message."""
     text = " ".join(str(failure).split()) or type(failure).__name__
-    print(f"stitch {command}: {text}", file=sys.stderr, flush=True)
+    message = f"stitch {command}: {text}"
+    print(logs.line(message, level="error") if logs.asked() else message, file=sys.stderr, flush=True)

@@ -12,8 +12,10 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+from .. import logs
 from ..files import PosixFiles
 from ..head import DEFAULT_CHANNEL
 from ..host_checkpoint import HostCheckpoint
@@ -165,6 +167,16 @@ async def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _versions(gate: Gate, reconciler: Reconciler) -> dict[str, Any]:
+    """For log lines."""
+    serving = gate.serving
+    return {
+        "run": serving.run if serving else reconciler.follow.run,
+        "version": serving.number if serving else None,
+        "target": reconciler.status()["target"],
+    }
+
+
 def _follow(options: argparse.Namespace) -> Follow:
     if options.run_id is not None:
         return Follow(run=check_run_id(options.run_id))
@@ -247,6 +259,7 @@ async def _serve(
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
             cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
         )  # fmt: skip
+        logs.set_context(lambda: {"replica": replica_id, **_versions(gate, reconciler)})
         metrics = ReplicaMetrics(gate, clock, reconciler.status)
         metrics.follow(reconciler)
         url = _url(options, listener)

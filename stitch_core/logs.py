@@ -1,0 +1,61 @@
+"""Logs as JSON lines, for collectors: with ``STITCH_LOG=json``. Each says of which run and version it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+VARIABLE = "STITCH_LOG"
+LOGGERS = ("stitch", "stitch_sglang", "aiohttp", "uvicorn.error")
+
+_context: Callable[[], Mapping[str, Any]] = dict
+
+
+def asked() -> bool:
+    """Whether logs are JSON."""
+    return os.environ.get(VARIABLE) == "json"
+
+
+def set_context(read: Callable[[], Mapping[str, Any]]) -> None:
+    """What every line of this process says besides, asked anew for each: run, version, replica ..."""
+    global _context
+    _context = read
+
+
+def line(message: str, *, level: str = "info", logger: str = "stitch", at: float | None = None) -> str:
+    """One line; what has no value in the context is left out."""
+    fields = {"time": time.time() if at is None else at, "level": level, "logger": logger}
+    try:
+        said = {key: value for key, value in _context().items() if value is not None}
+    except Exception:  # a log line must come out whatever state it is about
+        said = {}
+    return json.dumps({**fields, **said, "message": message}, default=str)
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as ``line`` has it, with its traceback in the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return line(message, level=record.levelname.lower(), logger=record.name, at=record.created)
+
+
+def configure() -> None:
+    """Send the logs of Stitch and its servers to stderr as JSON lines, if that is asked for."""
+    if not asked():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
