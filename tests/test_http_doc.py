@@ -40,8 +40,16 @@ def test_every_field_is_there(field: str) -> None:
     assert field in TEXT
 
 
+def test_every_route_of_an_sglang_receiver_is_there() -> None:
+    plugin = ROOT / "plugins" / "sglang" / "stitch_sglang"
+    paths = set(re.findall(r"\"(/[a-z0-9_/]+)\"\)", (plugin / "receiver_routes.py").read_text()))
+    paths |= set(re.findall(r"STATUS = \"(.*)\"", (plugin / "server.py").read_text()))
+    assert {"/pull_weights", "/activate_weights", "/stitch/status"} <= paths
+    assert not [path for path in paths if path not in TEXT]
+
+
 def test_examples_are_json() -> None:
     blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         json.loads(block)

@@ -42,6 +42,7 @@ ROUTES: dict[str, tuple[str, Kind]] = {
 # Named so that whoever calls one learns why not. All others are unknown, and refused as well.
 BLOCKED = frozenset(
     (
+        "/activate_weights",
         "/api/chat",
         "/api/generate",
         "/begin_weight_update",

@@ -45,8 +45,8 @@ class Staged:
 class Staging(Protocol):
     """Stager, wherever it runs. ``fetching``: digests of the manifests whose files are being fetched."""
 
-    fetching: tuple[str, ...]
-
+    @property
+    def fetching(self) -> tuple[str, ...]: ...
     async def boot_table(self) -> TensorTable: ...
     async def stage(self, target: Manifest) -> Staged: ...
 

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from stitch_core.files import PosixFiles
+from stitch_core.manifest import Manifest
 from stitch_core.ports import SystemClock
 from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App
+from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.reconciler import Reconciler
-from stitch_core.replica.service import Announcer, live
+from stitch_core.replica.service import Announcer, ReplicaFailed, live
 from stitch_core.replica.stage_process import StagerProcess
+from stitch_core.replica.staging import Staged, Staging
+from stitch_core.state import TensorTable
 from stitch_core.stores import open_store
 from stitch_core.stores.bounded import BoundedStore
 
-from .engine import SGLangEngine
+from .engine import DestinationRefused, SGLangEngine
 from .server import Scratch, reachable_url, replica_id
 from .settings import Settings
 
@@ -44,7 +48,7 @@ class Follower:
         self._store = BoundedStore(open_store(settings.store), STORE_SECONDS)
         self._stager: StagerProcess | None = None
         self.gate = Gate(self._clock)
-        self._engine = SGLangEngine(manager)
+        self._engine = SGLangEngine(manager, settings.destination)
         self._reconciler = Reconciler(
             self._store, self._engine, self.gate, None, settings.follow(), self._boot, PosixFiles(),
             self._clock, random.Random(), asyncio.to_thread,
@@ -56,15 +60,35 @@ class Follower:
         self._announcer = Announcer(self._store, self._reconciler, self._id, self._address)
 
     def wrap(self, app: App) -> App:
+        metrics = ReplicaMetrics(self.gate, self._clock, self._reconciler.status)
+        metrics.follow(self._reconciler)
+        return Metered(self._middleware(app), metrics, self._clock)
+
+    def _middleware(self, app: App) -> App:
         return StitchMiddleware(
             app, self.gate, status=lambda: {"id": self._id, "mode": "follower", **self._reconciler.status()},
             wake=self._reconciler.wake, mismatch=self._reconciler.mismatch, abort=self._engine.abort,
             kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
         )  # fmt: skip
 
+    def stitch_status(self) -> dict[str, Any]:
+        return {"id": self._id, "mode": "follower", **self._engine.status()}
+
     async def live(self, stop: asyncio.Event) -> None:
-        async def serve(end: asyncio.Event) -> None:
-            await end.wait()  # the server is SGLang's
+        async def serve(end: asyncio.Event) -> None:  # the server is SGLang's
+            choosing = asyncio.ensure_future(self._engine.choose(self._boot))
+            ending = asyncio.ensure_future(end.wait())
+            try:
+                await asyncio.wait({choosing, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if choosing.done():
+                    choosing.result()
+                    await ending
+            except DestinationRefused as error:
+                self.gate.fail(str(error))
+                raise ReplicaFailed(str(error)) from error
+            finally:
+                choosing.cancel()
+                ending.cancel()
 
         await live(
             self._reconciler, self._announcer, stop, serve,
@@ -77,11 +101,30 @@ class Follower:
         await self._store.close()
         self._scratch.close()
 
-    def _make_stager(self, activity: Callable[[str], None]) -> StagerProcess:
+    def _make_stager(self, activity: Callable[[str], None]) -> Staging:
         assert self._settings.store is not None
         self._stager = StagerProcess(
             self._settings.store, self._boot, self._scratch.path, activity=activity,
             cache=self._settings.cache, cache_bytes=self._settings.cache_bytes,
             anchor_every=self._settings.anchor_every,
         )  # fmt: skip
-        return self._stager
+        return Announced(self._stager, self._engine)
+
+
+class Announced:
+    """A stager that tells the engine which state it staged."""
+
+    def __init__(self, stager: StagerProcess, engine: SGLangEngine) -> None:
+        self._stager, self._engine = stager, engine
+
+    @property
+    def fetching(self) -> tuple[str, ...]:
+        return self._stager.fetching
+
+    async def boot_table(self) -> TensorTable:
+        return await self._stager.boot_table()
+
+    async def stage(self, target: Manifest) -> Staged:
+        staged = await self._stager.stage(target)
+        self._engine.expect(staged.directory, target.state)
+        return staged

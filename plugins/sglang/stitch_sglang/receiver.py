@@ -1,8 +1,8 @@
 """Receiver: no store; a stock trainer drives this replica by the routes that it knows, all behind the gate.
 
-/pull_weights stages while serving. /update_weights_from_disk activates what was staged: make way, pause, copy
-and go on are one call. The trainer's own pauses and flushes around it are therefore answered and not needed;
-a pause in SGLang's default mode still aborts what runs, as its callers expect.
+/pull_weights stages while serving. /update_weights_from_disk, or /activate_weights, activates it:
+make way, pause, copy and go on are one call. The trainer's own pauses and flushes around it are therefore
+answered and not needed; a pause in SGLang's default mode still aborts what runs, as its callers expect.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 
 from stitch_core.manifest import Manifest
 from stitch_core.ports import EngineError, SystemClock
-from stitch_core.replica.activation import ActivationSettings, Activator, CannotFollow
+from stitch_core.replica.activation import ActivationSettings, Activator, CannotFollow, Prepared
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App
 from stitch_core.replica.child import Child, CommandFailed
+from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.service import ReplicaFailed
 from stitch_core.replica.stage_worker import table_from_json
 from stitch_core.state import TensorTable
 
-from .engine import SGLangEngine
+from .engine import DestinationRefused, SGLangEngine
 from .pull import inside
 from .receiver_routes import ReceiverRoutes
 from .server import Scratch, replica_id
-from .settings import Settings
+from .settings import Destination, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class Receiver:
         self._scratch = Scratch(settings.host_dir)
         self._clock = SystemClock()
         self.gate = Gate(self._clock)
-        self._engine = SGLangEngine(manager)
+        self._boot_dir = Path(server_args.model_path).resolve()
+        self._engine = SGLangEngine(manager, settings.destination)
         self._activator = Activator(
             self._engine, self.gate, self._clock,
             ActivationSettings(
@@ -70,13 +72,17 @@ class Receiver:
         )  # fmt: skip
         roots = [argument for root in settings.roots for argument in ("--root", str(root))]
         self._child = Child("stitch_sglang.pull_worker", (
-            "--name", settings.receive, "--boot", str(Path(server_args.model_path).resolve()),
+            "--name", settings.receive, "--boot", str(self._boot_dir),
             "--host-dir", str(self._scratch.path), *roots,
         ))  # fmt: skip
         self._busy = asyncio.Lock()
         self._booted = asyncio.Event()
         self._failure: asyncio.Queue[ReplicaFailed] = asyncio.Queue()
         self._pulled: Pulled | None = None
+        self._prepared: Prepared | None = None
+        self._pulling: int | None = None
+        self._preparing: asyncio.Future[Prepared] | None = None
+        self._newest = 0  # of the pulls that wait
         self._problem: dict[str, Any] | None = None
 
     def wrap(self, app: App) -> App:
@@ -85,7 +91,8 @@ class Receiver:
             abort=self._engine.abort,
             kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
         )  # fmt: skip
-        return ReceiverRoutes(middleware, self)
+        metrics = ReplicaMetrics(self.gate, self._clock, self.status)
+        return Metered(ReceiverRoutes(middleware, self), metrics, self._clock)
 
     def status(self) -> dict[str, Any]:
         """What ``/ready`` and ``/server_info`` say."""
@@ -106,9 +113,13 @@ class Receiver:
             "problem": problem and {**problem, "age": self._clock.time() - problem["since"]},
         }
 
+    def stitch_status(self) -> dict[str, Any]:
+        return {"id": self._id, "mode": "receiver", **self._engine.status()}
+
     # -------------------------------------------------------------------------------------------- life
 
     async def live(self, stop: asyncio.Event) -> None:
+        choosing = asyncio.create_task(self._choose())
         boot = asyncio.create_task(self._boot())
         stopping = asyncio.create_task(stop.wait())
         failing = asyncio.create_task(self._failure.get())
@@ -119,12 +130,18 @@ class Receiver:
                 raise failing.result()
             await self.gate.drain(self._clock.monotonic() + self._settings.drain, pins_only=False)
         finally:
-            for task in (boot, stopping, failing):
+            for task in (choosing, boot, stopping, failing):
                 task.cancel()
 
     async def close(self) -> None:
         await self._child.close()
         self._scratch.close()
+
+    async def _choose(self) -> None:
+        try:
+            await self._engine.choose(self._boot_dir)
+        except DestinationRefused as error:
+            self._fail(ReplicaFailed(str(error)))
 
     async def _boot(self) -> None:
         """Prove the boot checkpoint and serve it as version 0."""
@@ -134,7 +151,7 @@ class Receiver:
                     pulled = await self._carry_out(None, do="boot")
                     await self._activator.know(functools.partial(_value, pulled.table))
                     self._pulled = pulled
-                    await self._activate(pulled)
+                    await self._activate(await self._prepare(pulled))
             except (NotDone, EngineError) as error:
                 self._note(error)
                 self.gate.close(f"the boot checkpoint is not proven: {error}")
@@ -150,37 +167,52 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------ the trainer's
 
-    async def pull(self, local: Path, source: Path, target: int) -> str:
-        """Stage version ``target`` of ``source``, to be activated by the name ``local``. Raises NotDone."""
+    async def pull(self, local: Path, source: Path, target: int, destination: Destination = "auto") -> str:
+        """Stage version ``target`` of ``source``, to be activated by the name ``local``. Raises NotDone.
+
+        It takes the place of an older one's pull that is under way.
+        """
         for path in (local, source):
             if not await asyncio.to_thread(inside, path, self._settings.roots):
                 raise self._note(NotDone(f"{path} lies outside the roots that this replica was given"))
-        await self._only_one()
+        await self._booted.wait()
+        self._supersede(target)
         async with self._busy:
+            if self._newest > target:
+                raise self._note(NotDone(f"version {target} was superseded by {self._newest}"))
+            self._pulling, self._newest = target, 0
             # From here on the host may hold something else, or nothing, whatever becomes of this.
-            self._pulled = None
+            self._pulled = self._prepared = None
             try:
-                self._pulled = await self._carry_out(local, do="pull", source=str(source), target=target)
+                pulled = await self._carry_out(local, do="pull", source=str(source), target=target)
+                if self._newest:
+                    raise NotDone(f"version {target} was superseded by {self._newest}")
+                self._prepared = await self._prepare(pulled, destination)
             except NotDone as error:
                 raise self._note(error) from None
-            self._problem = None
-            version = self._pulled.manifest.version
+            finally:
+                self._pulling = None
+            self._pulled, self._problem = pulled, None
+            version = pulled.manifest.version
             self.gate.saw_channel(version.run, self._clock.monotonic())
             return f"{version} is staged"
 
-    async def update(self, path: Path, number: str | None) -> str:
-        """Activate what was pulled to ``path``. Raises NotDone."""
+    async def update(self, path: Path | None, number: str | None) -> str:
+        """Activate what was pulled, to ``path`` if that is given. Raises NotDone."""
         await self._only_one()
         async with self._busy:
             pulled = self._pulled
-            if pulled is None or pulled.local != path:
-                raise self._note(NotDone(f"{path} holds nothing that was pulled: call /pull_weights first"))
+            if pulled is None or (path is not None and pulled.local != path):
+                where = "nothing was pulled" if path is None else f"{path} holds nothing that was pulled"
+                raise self._note(NotDone(f"{where}: call /pull_weights first"))
             if number is not None and number != str(pulled.manifest.number):
                 raise self._note(
                     NotDone(f"version {pulled.manifest.number} was pulled, the update says {number}")
                 )
             if self._activator.serving != pulled.manifest:
-                await self._activate(pulled)
+                prepared = self._prepared or await self._prepare(pulled)
+                self._prepared = None
+                await self._activate(prepared)
             self._problem = None
             return f"{pulled.manifest.version} is served"
 
@@ -199,18 +231,49 @@ class Receiver:
         if self._busy.locked():
             raise NotDone("a pull or an update is running: one at a time")
 
-    async def _activate(self, pulled: Pulled) -> None:
+    def _supersede(self, target: int) -> None:
+        """Make what runs make room for a pull of ``target``, or raise NotDone."""
+        if not self._busy.locked():
+            return
+        if self._pulling is None or target <= max(self._pulling, self._newest):
+            raise NotDone("a pull or an update is running: one at a time")
+        self._newest = target
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    async def _prepare(self, pulled: Pulled, destination: Destination = "auto") -> Prepared:
+        """Let the engine stage it, if it does. Raises NotDone."""
+        self._engine.expect(pulled.directory, pulled.manifest.state, destination)
+        preparing = self._preparing = asyncio.ensure_future(
+            self._activator.prepare(pulled.manifest, pulled.table, pulled.directory)
+        )
         try:
-            prepared = await self._activator.prepare(pulled.manifest, pulled.table, pulled.directory)
+            await asyncio.wait({preparing})
+        finally:
+            self._preparing = None
+            preparing.cancel()
+        if preparing.cancelled():
+            raise NotDone(f"version {pulled.manifest.number} was superseded by {self._newest}")
+        try:
+            return preparing.result()
+        except (EngineError, CannotFollow) as error:
+            await self._distrust()
+            raise self._note(NotDone(str(error))) from error
+
+    async def _activate(self, prepared: Prepared) -> None:
+        try:
             await self._activator.activate(prepared)
         except ReplicaFailed as failure:
             self._fail(failure)
             raise NotDone(str(failure)) from failure
         except (EngineError, CannotFollow) as error:
-            # What the engine could not load is not to be trusted: the next pull starts from the boot copy.
-            self._pulled = None
-            await self._child.close()
+            await self._distrust()
             raise self._note(NotDone(str(error))) from error
+
+    async def _distrust(self) -> None:
+        """What the engine could not load is not to be trusted: the next pull starts from the boot copy."""
+        self._pulled = None
+        await self._child.close()
 
     async def _carry_out(self, local: Path | None, **command: Any) -> Pulled:
         try:

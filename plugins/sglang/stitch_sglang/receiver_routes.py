@@ -36,6 +36,7 @@ class ReceiverRoutes:
         self._routes: dict[tuple[str, str], Callable[[Json], Awaitable[tuple[int, Any]]]] = {
             ("POST", "/pull_weights"): self._pull,
             ("POST", "/update_weights_from_disk"): self._update,
+            ("POST", "/activate_weights"): self._activate,
             ("POST", "/update_weight_version"): self._version,
             ("POST", "/pause_generation"): self._pause,
             ("POST", "/continue_generation"): self._ok,
@@ -74,7 +75,16 @@ class ReceiverRoutes:
         target = body.get("target_version")
         if not isinstance(target, int) or isinstance(target, bool) or target < 0:
             raise Refused(malformed(f"target_version must be a non-negative integer, not {target!r}"))
-        return await _done(self._receiver.pull(local, source, target))
+        destination = body.get("destination", "auto")
+        if destination not in ("disk", "cpu", "auto"):
+            raise Refused(malformed(f"destination must be disk, cpu or auto, not {destination!r}"))
+        return await _done(self._receiver.pull(local, source, target, destination))
+
+    async def _activate(self, body: Json) -> tuple[int, Any]:
+        target = body.get("target_version")
+        if target is not None and (not isinstance(target, int) or isinstance(target, bool)):
+            raise Refused(malformed(f"target_version must be an integer, not {target!r}"))
+        return await _done(self._receiver.update(None, None if target is None else str(target)))
 
     async def _update(self, body: Json) -> tuple[int, Any]:
         number = body.get("weight_version")

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from . import symbols
+from . import ranks, symbols
 from .history import add_rows
-from .messages import DONE, REFUSED, UNCERTAIN, StitchActivateReqInput, StitchActivateReqOutput
+from .messages import (
+    DONE,
+    REFUSED,
+    UNCERTAIN,
+    StitchActivateReqInput,
+    StitchActivateReqOutput,
+    StitchStageReqInput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +33,7 @@ NOTHING_WRITTEN = ("Failed to get", "Online weight updates are not supported")
 
 
 def after_init_request_dispatcher(result: object, scheduler: Any) -> None:
-    """Let the scheduler take the activation message. Ends the process if a hook of this one is missing."""
+    """Let the scheduler take our messages. Ends the process if a hook of this one is missing."""
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.utils import TypeBasedDispatcher
 
@@ -33,8 +41,12 @@ def after_init_request_dispatcher(result: object, scheduler: Any) -> None:
     if missing:
         raise SystemExit(f"stitch: SGLang did not apply the hook on {missing[0]}")
     scheduler.stitch_activations = 0
-    handler = partial(activate, scheduler)
-    scheduler._request_dispatcher += TypeBasedDispatcher([(StitchActivateReqInput, handler)])
+    ranks.join(scheduler)
+    handlers: list[tuple[type, Any]] = [
+        (StitchActivateReqInput, partial(activate, scheduler)),
+        (StitchStageReqInput, partial(ranks.stage, scheduler)),
+    ]
+    scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
 
 
 def before_handle_generate_request(scheduler: Any, recv_req: Any, **_: Any) -> None:
@@ -46,53 +58,60 @@ def activate(scheduler: Any, request: StitchActivateReqInput) -> StitchActivateR
     """Pause, load, label and go on, all before the scheduler's next step: nobody can leave it paused."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+    if request.staged is not None and (missing := ranks.not_staged(scheduler, request.staged)):
+        return StitchActivateReqOutput(outcome=REFUSED, message=missing)
+    began = time.monotonic()
     scheduler.pause_generation(PauseGenerationReqInput(mode=request.mode))
-    outcome, message = DONE, ""
-    if request.model_path is not None:
-        outcome, message = _agree(scheduler, *_load(scheduler, request))
+    outcome, message, copied = DONE, "", 0
+    if request.staged is not None or request.model_path is not None:
+        outcome, message, copied = _agree(scheduler, *_load(scheduler, request))
+    loaded = time.monotonic() - began
     if outcome == UNCERTAIN:
         # Whoever reads the answer ends this server; until then no token is made of these weights.
         return StitchActivateReqOutput(outcome=outcome, message=message)
     if outcome == DONE:
         _relabel(scheduler, request.label, keeps_kv=request.mode == "in_place")
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-    return StitchActivateReqOutput(outcome=outcome, message=message)
+    return StitchActivateReqOutput(
+        outcome=outcome, message=message, pause=time.monotonic() - began, copy=loaded, bytes=copied
+    )
 
 
-def _load(scheduler: Any, request: StitchActivateReqInput) -> tuple[str, str]:
+def _load(scheduler: Any, request: StitchActivateReqInput) -> tuple[str, str, int]:
+    """Outcome, message, bytes of this rank. A forward pass that is in flight reads the old weights."""
+    try:
+        _synchronize()
+        if request.staged is not None:
+            outcome = DONE, "", ranks.copy(scheduler, request.staged)
+        else:
+            outcome = *_load_from_disk(scheduler, request), 0
+        _synchronize()
+    except Exception as error:
+        logger.exception("stitch: the weight update failed")
+        return UNCERTAIN, repr(error), 0
+    return outcome
+
+
+def _load_from_disk(scheduler: Any, request: StitchActivateReqInput) -> tuple[str, str]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     # The cache is not flushed: its keys keep versions apart, and a flush refuses while requests run.
     update = UpdateWeightFromDiskReqInput(
         model_path=request.model_path, load_format=request.load_format, flush_cache=False
     )
-    try:
-        _synchronize()  # a forward pass that is still in flight reads the old weights
-        reply = scheduler.weight_updater.update_weights_from_disk(update)
-        _synchronize()
-    except Exception as error:
-        logger.exception("stitch: the weight update failed")
-        return UNCERTAIN, repr(error)
+    ranks.forget(scheduler)
+    reply = scheduler.weight_updater.update_weights_from_disk(update)
     if reply.success:
         return DONE, ""
     return REFUSED if reply.message.startswith(NOTHING_WRITTEN) else UNCERTAIN, reply.message
 
 
-def _agree(scheduler: Any, outcome: str, message: str) -> tuple[str, str]:
+def _agree(scheduler: Any, outcome: str, message: str, copied: int) -> tuple[str, str, int]:
     """One outcome for all ranks: if they differ, some have other weights than others."""
-    import torch
-    from sglang.srt.runtime_context import get_parallel
-
-    size = get_parallel().tp_size
-    if size == 1:
-        return outcome, message
-    outcomes: list[Any] = [None] * size
-    group = scheduler.weight_updater.tp_cpu_group
-    torch.distributed.all_gather_object(outcomes, (outcome, message), group=group)
-    failed = [f"rank {rank}: {said}" for rank, (one, said) in enumerate(outcomes) if one != DONE]
-    if len({one for one, _ in outcomes}) == 1:
-        return outcome, "; ".join(failed)
-    return UNCERTAIN, "; ".join(failed)
+    outcomes = ranks.gather(scheduler, (outcome, message, copied))
+    failed = [f"rank {rank}: {said}" for rank, (one, said, _) in enumerate(outcomes) if one != DONE]
+    same = len({one for one, _, _ in outcomes}) == 1
+    return outcome if same else UNCERTAIN, "; ".join(failed), max(copied for _, _, copied in outcomes)
 
 
 def _relabel(scheduler: Any, label: str, *, keeps_kv: bool) -> None:

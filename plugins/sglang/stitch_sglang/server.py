@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stitch_core.replica.admission import Gate
-from stitch_core.replica.asgi import App, Message, Receive, Scope, Send
+from stitch_core.replica.asgi import App, Message, Receive, Scope, Send, clean_path, send_json
 from stitch_core.replica.service import ReplicaFailed
 from stitch_core.versions import check_run_id
 
@@ -29,6 +29,7 @@ WARM_UP_SECONDS = 600.0
 
 # Called by SGLang itself once it is warm; it has to do with no weights.
 UNGATED = ("/freeze_gc",)
+STATUS = "/stitch/status"
 
 
 class Mode(Protocol):
@@ -38,6 +39,10 @@ class Mode(Protocol):
 
     def wrap(self, app: App) -> App:
         """The app as clients meet it."""
+        ...
+
+    def stitch_status(self) -> dict[str, Any]:
+        """What ``/stitch/status`` says: the weights, where they wait, and what the last update took."""
         ...
 
     async def live(self, stop: asyncio.Event) -> None:
@@ -125,6 +130,9 @@ class Front:
         self._wrapped = life.mode.wrap(ChoiceVersions(app))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"], clean_path(scope["path"])) == ("GET", STATUS):
+            await send_json(send, 200, self._life.mode.stitch_status())
+            return
         if scope["type"] != "lifespan":
             app = self._app if scope.get("path") in UNGATED else self._wrapped
             await app(scope, receive, send)
@@ -160,7 +168,7 @@ def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Lif
     async def answered_by_stitch() -> None:
         raise RuntimeError("the front did not answer")
 
-    for path in ("/wake", "/pull_weights"):
+    for path in ("/wake", "/pull_weights", "/activate_weights"):
         app.post(path)(auth_level(AuthLevel.ADMIN_OPTIONAL)(answered_by_stitch))
     return life
 

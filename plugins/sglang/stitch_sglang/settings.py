@@ -10,13 +10,15 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stitch_core.head import DEFAULT_CHANNEL
 from stitch_core.ports import KVMode
 from stitch_core.replica.reconciler import Follow
 from stitch_core.stores.cache import DEFAULT_BYTES
 from stitch_core.versions import check_run_id
+
+Destination = Literal["disk", "cpu", "auto"]
 
 OPTIONS = {
     "store": "follow a run in the store at this URL, such as file:/data/stitch",
@@ -30,6 +32,8 @@ OPTIONS = {
     "anchor_every": "upload a full beside the chain when the newest is so many versions old (default: none)",
     "id": "this replica's name (default: host name and a random part)",
     "address": "how others reach this replica (default: SGLang's host and port)",
+    "destination": "where versions wait for their activation: cpu, in memory as the engine holds them; disk, "
+    "and the pause loads them; auto (default): cpu, if a self-test and the memory allow it",
     "kv_mode": "in_place or retract: at an activation keep the KV of running requests, or compute it again",
     "drain_all": "1: let all requests end before an activation",
     "poll": "seconds between looks at the store (5)",
@@ -58,6 +62,7 @@ class Settings:
     anchor_every: int | None = None
     id: str | None = None
     address: str | None = None
+    destination: Destination = "auto"
     kv_mode: KVMode = "in_place"
     drain_all: bool = False
     poll: float = 5.0
@@ -119,6 +124,8 @@ def _parse(name: str, text: str) -> Any:
             return check_run_id(text)
         if name == "kv_mode" and text not in ("in_place", "retract"):
             raise ValueError("it is in_place or retract")
+        if name == "destination" and text not in ("disk", "cpu", "auto"):
+            raise ValueError("it is disk, cpu or auto")
         if name == "roots":
             return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
         if name in ("host_dir", "cache"):

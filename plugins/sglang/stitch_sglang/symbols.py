@@ -34,6 +34,7 @@ class Symbol:
 SRT = "sglang.srt"
 SCHEDULER = f"{SRT}.managers.scheduler.Scheduler"
 MANAGER = f"{SRT}.managers.tokenizer_manager.TokenizerManager"
+LOADER = f"{SRT}.model_loader.loader.DefaultModelLoader"
 IO = f"{SRT}.managers.io_struct"
 
 ADD_FLAGS = Symbol(f"{SRT}.server_args.ServerArgs.add_cli_args", ("parser",))
@@ -83,6 +84,13 @@ USED = (
         f"{SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_disk",
         ("self", "recv_req"),
+    ),
+    Symbol(f"{LOADER}.restore_weights_before_loading", ("model", "target_device")),
+    Symbol(f"{LOADER}.load_weights_only", ("model", "weights", "target_device")),
+    Symbol(f"{LOADER}.postprocess_weights", ("model", "target_device")),
+    Symbol(
+        f"{SRT}.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
+        ("model",),
     ),
     Symbol(
         f"{SRT}.utils.weight_versions.compute_weight_version_spans",

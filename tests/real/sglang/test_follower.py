@@ -1,4 +1,4 @@
-"""A stock SGLang server that follows a store, in place: versions of every answer, routes, faults, SIGTERM."""
+"""A stock SGLang server that follows a store, in place, from disk: versions, routes, faults, SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPLETION = {"prompt": "what is 2+2?", "model": "policy"}
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("world"))
     try:
-        asyncio.run(world.start(kv_mode="in_place").until_ready())
+        asyncio.run(world.start(kv_mode="in_place", destination="disk").until_ready())
         yield world
     finally:
         world.close()

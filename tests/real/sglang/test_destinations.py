@@ -1,0 +1,124 @@
+"""A stock SGLang server that follows a store by images in memory; test_follower.py has the same from disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .checkpoints import random_weights, write
+from .server import SGLangServer
+from .test_follower import (
+    test_a_corrupt_version_is_said_and_the_next_one_served,  # noqa: F401
+    test_a_full_disk_is_said_and_survived,  # noqa: F401
+    test_a_generation_across_an_activation_says_so,  # noqa: F401
+    test_a_host_directory_that_cannot_be_written_is_said_and_survived,  # noqa: F401
+    test_a_staging_process_that_is_killed_is_replaced,  # noqa: F401
+    test_a_store_that_is_gone_is_said_and_survived,  # noqa: F401
+    test_c20_a_client_that_leaves_ends_its_generation,  # noqa: F401
+    test_new_weights_are_served_and_old_kv_is_not_used,  # noqa: F401
+)
+from .world import World
+
+pytestmark = pytest.mark.real
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+TARGET = 17
+"""The seed that the fresh server booted with."""
+
+
+class Pair(World):
+    """A replica, and a server without Stitch that booted with other weights."""
+
+    fresh: SGLangServer
+
+    def close(self) -> None:
+        self.fresh.stop()
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = Pair(tmp_path_factory.mktemp("world"))
+    target = write(world.scratch / "target", random_weights(TARGET))
+    world.fresh = SGLangServer(target, world.scratch, {}, ("--disable-overlap-schedule",))
+    try:
+        asyncio.run(world.start(destination="cpu").until_ready())
+        asyncio.run(world.fresh.until_ready("/health"))
+        yield world
+    finally:
+        world.close()
+
+
+async def said(world: World) -> dict[str, Any]:
+    status, answer, _ = await world.server.call("GET", "/stitch/status")
+    assert status == 200, answer
+    result: dict[str, Any] = answer
+    return result
+
+
+async def test_staged_and_activated_is_bit_for_bit_a_fresh_server(world: Pair) -> None:
+    """Tokens and logprobs; and the same again after another version was served in between."""
+    prompts = [PROMPT, [33 + i % 90 for i in range(300)], [9]]
+
+    async def answers(server: SGLangServer) -> list[Any]:
+        found = []
+        for prompt in prompts:
+            answer = await server.generate(prompt, new=24, return_logprob=True)
+            found.append((answer["output_ids"], answer["meta_info"]["output_token_logprobs"]))
+        return found
+
+    expected = await answers(world.fresh)
+    for _ in range(2):
+        await world.serves(world.publish(1))
+        other = await answers(world.server)
+        await world.serves(world.publish(TARGET))
+        assert await answers(world.server) == expected != other
+
+
+async def test_the_status_says_what_it_took(world: Pair) -> None:
+    number = world.publish(2)
+    await world.serves(number)
+    now = await said(world)
+    assert now["destination"] == {"asked": "cpu", "uses": "cpu", "why": "the self-test has passed"}
+    assert (now["self_test"]["outcome"], now["self_test"]["state"][:7]) == ("done", "sha256:")
+    last = now["last_update"]
+    assert (last["version"], last["destination"]) == (f"r/weight_v{number:06d}", "cpu")
+    weights = sum(one.nbytes for one in random_weights(0).values())
+    (image,) = last["stage"]["image_bytes"]
+    assert last["bytes"] == last["stage"]["bytes"] == weights <= image
+    assert last["stage"]["images"] == 2
+    assert 0 < last["copy"] <= last["pause"] < 5
+    assert now["staged"] is None
+
+
+async def test_only_what_changed_is_copied(world: Pair) -> None:
+    weights = random_weights(2)
+    weights["model.norm.weight"] = random_weights(3)["model.norm.weight"]
+    await world.serves(world.publish_weights(2, weights))
+    last = (await said(world))["last_update"]
+    assert last["bytes"] == weights["model.norm.weight"].nbytes
+    assert last["stage"]["changed_segments"] == [1]
+
+
+async def test_a_return_to_the_version_before_reads_nothing(world: Pair) -> None:
+    await world.serves(world.publish(4))
+    before = await world.server.generate(PROMPT, new=20)
+    await world.serves(world.publish(5))
+    await world.serves(world.publish(4))
+    assert (await said(world))["last_update"]["stage"]["bytes"] == 0
+    after = await world.server.generate(PROMPT, new=20)
+    assert after["output_ids"] == before["output_ids"]
+
+
+async def test_weights_that_do_not_change_are_only_relabelled(world: Pair) -> None:
+    number = world.publish(4)
+    await world.serves(number)
+    last = (await said(world))["last_update"]
+    assert (last["destination"], last["bytes"]) == (None, 0)
+    answer = await world.server.generate(PROMPT)
+    assert answer["meta_info"]["weight_version"] == str(number)
+    await world.serves(world.publish(1))
+    assert (await said(world))["last_update"]["destination"] == "cpu"

@@ -1,0 +1,350 @@
+"""Images of a rank's weights, on small modules that load as SGLang's do, with its bad habits."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stitch_core.checkpoint import Checkpoint
+from stitch_core.files import PosixFiles
+from stitch_core.safetensors import Tensor
+from stitch_core.testing.checkpoints import random_tensors, write_checkpoint
+from stitch_sglang.image import storage_key
+from stitch_sglang.stager import RankStager
+
+FILES = PosixFiles()
+WIDTH = 24
+SHAPES = {
+    "embed.weight": ("BF16", (32, WIDTH)),
+    "layers.0.q.weight": ("BF16", (WIDTH, WIDTH)),
+    "layers.0.k.weight": ("BF16", (WIDTH, WIDTH)),
+    "layers.1.q.weight": ("BF16", (WIDTH, WIDTH)),
+    "layers.1.k.weight": ("BF16", (WIDTH, WIDTH)),
+    "norm": ("F32", (WIDTH,)),
+}
+
+
+class Weight(nn.Parameter):
+    """Its loader is a property over an attribute, as SGLang's parameters have it."""
+
+    def __new__(cls, data: torch.Tensor, **_: Any) -> Weight:
+        return super().__new__(cls, data=data, requires_grad=False)
+
+    def __init__(self, data: torch.Tensor, loader: Any) -> None:
+        self._loader = loader
+
+    @property
+    def weight_loader(self) -> Any:
+        return self._loader
+
+
+class Method:
+    """Post-processing that keeps something in itself."""
+
+    def process(self, layer: Layer) -> None:
+        layer.flipped.copy_(layer.qk.t())
+
+
+class Layer(nn.Module):
+    """Two tensors of the checkpoint in one parameter, and something derived from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = Weight(torch.empty(2 * WIDTH, WIDTH, dtype=torch.bfloat16), loader=self.load)
+        self.flipped = torch.empty(WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
+        self.register_buffer("angles", torch.arange(8.0), persistent=False)
+        self.method = Method()
+        self.loads = [partial(self.load, self.qk)]
+
+    def load(self, param: torch.Tensor, loaded: torch.Tensor, part: int) -> None:
+        param.data[part * WIDTH : (part + 1) * WIDTH].copy_(loaded)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH, dtype=torch.bfloat16)
+        self.head = nn.Linear(WIDTH, 32, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight  # tied
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.register_buffer("norm", torch.empty(WIDTH))
+        closure = self.norm
+        self.load_norm = lambda loaded: closure.copy_(loaded)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, loaded in weights:
+            if name == "norm":
+                self.load_norm(loaded)
+            elif name == "embed.weight":
+                self.embed.weight.data.copy_(loaded)
+            else:
+                layer = self.layers[int(name.split(".")[1])]
+                part = 0 if ".q." in name else 1
+                if layer is self.layers[0]:
+                    layer.qk.weight_loader(layer.qk, loaded, part)
+                else:
+                    layer.loads[0](loaded, part)
+
+
+def load(model: Model, tensors: Any) -> None:
+    model.load_weights(tensors)
+    for layer in model.layers:
+        layer.method.process(layer)
+
+
+def write(path: Path, seed: int, **changes: Tensor) -> tuple[Path, str]:
+    """A checkpoint, and its state."""
+    tensors = random_tensors(np.random.default_rng(seed), SHAPES) | changes
+    write_checkpoint(path, FILES, tensors, shards=2)
+    return path, Checkpoint.open(path, FILES).state()
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    found = {**model.state_dict()} | {f"{i}.flipped": one.flipped for i, one in enumerate(model.layers)}
+    return {n: t.contiguous().view(torch.uint8).numpy().tobytes() for n, t in found.items()}
+
+
+def fresh(path: Path) -> dict[str, bytes]:
+    """What a model holds that was loaded from there the usual way."""
+    return bits(booted(path)[0])
+
+
+def booted(path: Path, how: Any = load, kind: type[Model] = Model) -> tuple[Model, RankStager]:
+    from stitch_sglang.reading import Reader
+
+    model = kind()
+    with torch.no_grad():
+        how(model, iter(Reader(path, lambda: None)))
+    return model, RankStager(model, how, pin=False)
+
+
+def run(stager: RankStager, id: str, path: Path, state: str = "", **how: bool) -> dict[str, Any]:
+    stager.begin(id, path, state, **{"test": False, "second": True, **how})
+    deadline = time.monotonic() + 20
+    while (report := stager.report(id))["outcome"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return report
+
+
+@pytest.fixture
+def boot(tmp_path: Path) -> Path:
+    return write(tmp_path / "boot", 0)[0]
+
+
+def test_staged_and_copied_is_what_a_load_gives(tmp_path: Path, boot: Path) -> None:
+    model, stager = booted(boot)
+    pointers = {name: one.data_ptr() for name, one in model.named_parameters()}
+    assert run(stager, "t", boot, test=True)["outcome"] == "done"
+    before = bits(model)
+    for seed in (1, 2, 3):
+        path, state = write(tmp_path / str(seed), seed)
+        report = run(stager, f"s{seed}", path, state)
+        assert (report["outcome"], report["state"]) == ("done", state)
+        assert bits(model) == before
+        assert stager.copy(f"s{seed}") > 0
+        before = bits(model)
+        assert before == fresh(path)
+    assert pointers == {name: one.data_ptr() for name, one in model.named_parameters()}
+    assert model.head.weight is model.embed.weight
+
+
+def test_one_segment_for_each_storage(boot: Path) -> None:
+    _, stager = booted(boot)
+    by_name = {name: one for one in stager.layout.segments for name in one.names}
+    assert "embed.weight" in by_name
+    assert len(stager.layout.segments) == len({storage_key(one.live) for one in stager.layout.segments})
+    assert all(one.offset % 64 == 0 for one in stager.layout.segments)
+    assert not by_name["layers.0.angles"].required
+    assert sum(one.nbytes for one in stager.layout.segments) <= stager.layout.nbytes
+
+
+def test_only_what_changed_is_copied(tmp_path: Path, boot: Path) -> None:
+    model, stager = booted(boot)
+    run(stager, "t", boot, test=True)
+    changed = {"norm": random_tensors(np.random.default_rng(9), SHAPES)["norm"]}
+    path, state = write(tmp_path / "1", 0, **changed)
+    assert run(stager, "s", path, state)["changed"] == 1
+    assert stager.copy("s") == 4 * WIDTH
+    assert bits(model) == fresh(path)
+
+
+def test_a_return_to_the_version_before_stages_nothing(tmp_path: Path, boot: Path) -> None:
+    model, stager = booted(boot)
+    run(stager, "t", boot, test=True)
+    first, second = write(tmp_path / "1", 1), write(tmp_path / "2", 2)
+    for i, (path, state) in enumerate((first, second)):
+        run(stager, str(i), path, state)
+        stager.copy(str(i))
+    for file in first[0].iterdir():
+        file.unlink()
+    assert run(stager, "back", *first)["bytes"] == 0
+    stager.copy("back")
+    assert run(stager, "again", *second)["outcome"] == "done"
+    stager.copy("again")
+    assert bits(model) == fresh(second[0])
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_with_and_without_memory_for_a_second_image(tmp_path: Path, boot: Path, second: bool) -> None:
+    model, stager = booted(boot)
+    run(stager, "t", boot, test=True)
+    for seed in (1, 2):
+        path, state = write(tmp_path / str(seed), seed)
+        report = run(stager, str(seed), path, state, second=second)
+        assert report["images"] == 1 + second
+        stager.copy(str(seed))
+        assert bits(model) == fresh(path)
+
+
+def test_weights_that_were_loaded_otherwise_are_copied_over(tmp_path: Path, boot: Path) -> None:
+    """After an update from disk no image equals what is live."""
+    model, stager = booted(boot)
+    run(stager, "t", boot, test=True)
+    stager.forget()
+    with torch.no_grad():
+        model.norm.fill_(7.0)
+    run(stager, "s", boot)
+    stager.copy("s")
+    assert bits(model) == fresh(boot)
+
+
+def test_a_newer_stage_supersedes_the_one_that_runs(tmp_path: Path, boot: Path) -> None:
+    started: list[int] = []
+
+    def slow(model: Model, tensors: Any) -> None:
+        started.append(1)
+        load(model, ((time.sleep(0.05 * (len(started) == 3)), one)[1] for one in tensors))
+
+    model, stager = booted(boot, slow)
+    run(stager, "t", boot, test=True)
+    old, new = write(tmp_path / "1", 1), write(tmp_path / "2", 2)
+    stager.begin("old", *old, test=False, second=True)
+    while len(started) < 3:
+        time.sleep(0.001)
+    assert run(stager, "new", *new)["outcome"] == "done"
+    assert stager.report("old")["outcome"] == "failed"
+    assert stager.staged("old") is None
+    stager.copy("new")
+    assert bits(model) == fresh(new[0])
+
+
+def test_a_stage_that_is_called_off_ends(boot: Path) -> None:
+    _, stager = booted(boot, lambda model, tensors: [time.sleep(0.02) for _ in tensors] and None)
+    stager.begin("t", boot, "", test=True, second=True)
+    stager.cancel("t")
+    while stager.report("t")["outcome"] == "running":
+        time.sleep(0.001)
+    assert stager.report("t")["message"] == "it was called off"
+
+
+def test_another_state_than_was_said_is_not_staged(tmp_path: Path, boot: Path) -> None:
+    model, stager = booted(boot)
+    run(stager, "t", boot, test=True)
+    before = bits(model)
+    path, state = write(tmp_path / "1", 1)
+    shard = next(path.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    report = run(stager, "s", path, state)
+    assert report["outcome"] == "failed"
+    assert f"not {state}" in report["message"]
+    shard.write_bytes(data[:-1])
+    report = run(stager, "s2", path, state)
+    assert report["outcome"] == "failed"
+    assert str(shard) in report["message"]
+    assert stager.staged("s") is stager.staged("s2") is None
+    assert bits(model) == before
+
+
+# ------------------------------------------------------------------------------- what the self-test finds
+
+
+def refused(boot: Path, how: Any, kind: type[Model] = Model) -> str:
+    model, stager = booted(boot, how, kind)
+    before = bits(model)
+    report = run(stager, "t", boot, test=True)
+    assert report["outcome"] == "unfit"
+    assert bits(model) == before
+    message: str = report["message"]
+    return message
+
+
+def test_a_second_load_that_skips_something_is_named(boot: Path) -> None:
+    """A latch: what was set at the first load is not set again."""
+
+    class Latched(Model):
+        done = False
+
+    def how(model: Model, tensors: Any) -> None:
+        first, Latched.done = not Latched.done, True
+        load(model, (one for one in tensors if first or one[0] != "norm"))
+
+    assert "norm (from byte 0 of 96)" in refused(boot, how, Latched)
+
+
+def test_a_second_load_that_gives_something_else_is_named(boot: Path) -> None:
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        model.layers[1].qk.data[3, 1] += model.head.weight.data_ptr() % 2**20 + 1  # differs at each load
+
+    assert "layers.1.qk (from byte 146" in refused(boot, how)
+
+
+def test_a_load_that_ends_early_is_named(boot: Path) -> None:
+    calls: list[int] = []
+
+    def how(model: Model, tensors: Any) -> None:
+        calls.append(1)
+        for i, one in enumerate(tensors):
+            if len(calls) > 1 and i == 2:
+                return
+            load(model, [one])
+
+    assert "stopped before tensor" in refused(boot, how)
+
+
+def test_a_number_that_changes_with_the_weights_is_named(boot: Path) -> None:
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        model.layers[0].scale = getattr(model.layers[0], "scale", 1.0) * 2
+
+    assert "layers.0.scale is no tensor and changes" in refused(boot, how)
+
+
+def test_a_tensor_of_another_shape_is_named(boot: Path) -> None:
+    calls: list[int] = []
+
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        calls.append(1)
+        if len(calls) > 1:
+            model.layers[0].qk = Weight(model.layers[0].qk[:-1].clone(), loader=None)
+
+    assert "layers.0.qk has another layout" in refused(boot, how)
+
+
+def test_a_replaced_tensor_is_brought_home(tmp_path: Path, boot: Path) -> None:
+    """Post-processing that binds a new tensor in place of writing to the old one."""
+
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        for layer in model.layers:
+            layer.flipped = layer.qk.t().contiguous()
+            layer.qk = Weight(layer.qk.data.clone(), loader=layer.load)
+            layer.loads = [partial(layer.load, layer.qk)]
+
+    model, stager = booted(boot, how)
+    assert run(stager, "t", boot, test=True)["outcome"] == "done"
+    path, state = write(tmp_path / "1", 1)
+    run(stager, "s", path, state)
+    stager.copy("s")
+    assert bits(model) == fresh(path)
