@@ -51,8 +51,8 @@ def add_parser(commands: Commands) -> None:
         "pieces, and one that lags few. It needs no weights and no GPU, may run anywhere, be killed at any\n"
         "time and run twice: nobody depends on it, and what is there is not made again.\n\n"
         "  stitch compact --store file:/data/stitch --run my-run --follow\n\n"
-        "With --base the spans of a run of XOR deltas are half as large. Replaced aggregates are deleted with\n"
-        "--follow, the last two are kept.",
+        "With --base the spans of a run of XOR deltas are half as large. With --follow replaced aggregates\n"
+        "are deleted, all but the last two.",
     )  # fmt: skip
     add_store(parser)
     add_run(parser)
