@@ -53,7 +53,8 @@ class Moved:
     """An update as it went. ``began`` and ``served`` are monotonic times, the rest seconds.
 
     ``began``: the version was there to be taken; ``served``: the first look at which it was served.
-    ``pause``: admission was closed and no token made; ``copy``: the part of it in which weights changed.
+    ``pause``: admission was closed; ``copy``: the part of it in which weights changed. ``bytes`` were
+    fetched, ``copied`` into the engine.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Moved:
     stage: float | None = None
     bytes: int | None = None
     tensors: int | None = None
+    copied: int | None = None
     image: int | None = None
     same_state: bool = False
     excludes: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ class Profile:
             "silence": self.traffic.longest_silence(m.activated, m.served),
             "bytes": m.bytes,
             "tensors": m.tensors,
+            "copied": m.copied,
             "memory": {**self.memory, "image": m.image},
             "throughput": {
                 "idle": idle,

@@ -13,6 +13,7 @@ from .manifest import Manifest
 from .ports import Clock
 from .profile import Moved
 from .traffic import Json, Server, ServerError
+from .versions import PolicyVersion
 
 LOOK_SECONDS = 0.05
 HEAD_SECONDS = 0.1
@@ -118,12 +119,12 @@ class Receive:
         await self._activate()
         served = self.clock.monotonic()
         status = await stitch_status(self.server)
-        update = _last_update(status, self.number)
-        pause = float(update.get("pause", served - pulled))
+        last = _last_update(status, self.number)
+        # No request asks for an exact version here, so that there is nothing to drain.
         return Moved(
-            path=_path(status), version=str(self.number), number=self.number, began=began, served=served,
-            drain=served - pulled - pause, pause=pause, stage=pulled - began, copy=update.get("copy"),
-            bytes=update.get("bytes"), tensors=update.get("tensors"), image=_image(status),
+            path=_path(status, last), version=last.get("version", str(self.number)), number=self.number,
+            began=began, served=served, drain=0.0, pause=served - pulled, stage=pulled - began,
+            copy=last.get("copy"), copied=last.get("bytes"), image=_image(last),
             excludes=("looking for the new version: the trainer says it",),
         )  # fmt: skip
 
@@ -166,25 +167,30 @@ def _moved(
     # It may have seen the head before we did.
     began = min(began, served - sum(update[part] for part in ("fetch", "stage", "drain", "pause")))
     return Moved(
-        path=_path(status), version=version, number=target.number, began=began, served=served,
+        path=_path(status, last), version=version, number=target.number, began=began, served=served,
         drain=update["drain"], pause=update["pause"], copy=last.get("copy"), fetch=update["fetch"],
-        stage=update["stage"], bytes=update["bytes"], tensors=update["tensors"], image=_image(status),
-        same_state=same_state,
+        stage=update["stage"], bytes=update["bytes"], tensors=update["tensors"], copied=last.get("bytes"),
+        image=_image(last), same_state=same_state,
     )  # fmt: skip
 
 
-def _path(status: Json) -> str:
-    """The destination; "engine" for engines that have only their own."""
-    return str(status.get("destination") or "engine")
-
-
-def _image(status: Json) -> int | None:
-    value = status.get("image_bytes")
-    return value if isinstance(value, int) else None
-
-
 def _last_update(status: Json, number: int) -> Json:
-    return {}
+    """What the engine's side says of the activation of ``number``; nothing if it was another's."""
+    last = status.get("last_update")
+    if not isinstance(last, dict) or PolicyVersion.parse(last["version"]).number != number:
+        return {}
+    return last
+
+
+def _path(status: Json, last: Json) -> str:
+    """The destination that the update took; "engine" for engines that have only their own."""
+    return str(last.get("destination") or status.get("destination", {}).get("uses") or "engine")
+
+
+def _image(last: Json) -> int | None:
+    """Bytes of the images of all ranks."""
+    stage = last.get("stage")
+    return sum(stage["image_bytes"]) * stage["images"] if stage else None
 
 
 def _message(answer: Any) -> str:

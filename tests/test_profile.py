@@ -189,7 +189,15 @@ async def test_a_receiver_is_driven_by_our_route_where_it_is_and_else_by_the_sto
             "destination": "cpu",
         })  # fmt: skip
         assert posts[-1][0] == last
-        assert moved.number == 8
+        assert (moved.number, moved.path, moved.image) == (8, "engine", None)
+    stage = {"image_bytes": [64, 128], "images": 2}
+    last = {"version": "job.1/weight_v000008", "destination": "cpu", "copy": 0.1, "bytes": 99, "stage": stage}
+    said = {"destination": {"uses": "cpu"}, "last_update": last}
+    routes = {"/pull_weights": done, "/activate_weights": done, "/stitch/status": (200, said)}
+    moved = await Receive(Scripted(routes=routes), Path("/source"), Path("/local"), 8, CLOCK)()
+    assert (moved.path, moved.copied, moved.image, moved.version) == ("cpu", 99, 384, last["version"])
+    moved = await Receive(Scripted(routes=routes), Path("/source"), Path("/local"), 9, CLOCK)()
+    assert (moved.path, moved.copied) == ("cpu", None), "what is said of another update counts for nothing"
     refused = Scripted(routes={"/pull_weights": (400, {"success": False, "message": "no such directory"})})
     with pytest.raises(NotMoved, match="no such directory"):
         await Receive(refused, Path("/source"), Path("/local"), 8, CLOCK)()

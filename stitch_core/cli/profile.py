@@ -255,7 +255,8 @@ def describe(row: Json) -> str:
         f"preparation {_s(row['preparation'])} (fetch {_s(row['fetch'])}, stage {_s(row['stage'])})",
         f"pause {_s(row['pause'])} (copy {_s(row['copy'])}; no token for {_s(row['silence'])})",
         f"total {_s(row['total'])} (drain {_s(row['drain'])})",
-        f"fetched {_size(row['bytes'])}, {_text(row['tensors'])} tensors changed",
+        f"fetched {_size(row['bytes'])}, copied {_size(row['copied'])}; "
+        f"{_text(row['tensors'])} tensors changed",
         f"memory {_size(memory['before'])} before, at most {_size(memory['peak'])}, {_size(memory['after'])} "
         f"after; images {_size(memory['image'])}",
         f"throughput {_rate(throughput['idle'])} idle, {_rate(throughput['staging'])} while staging "
