@@ -55,6 +55,7 @@ class Manners:
     """Mean seconds between commits that nobody asked for."""
     skip_reload: bool = True
     """Whether a commit does without the reload after it."""
+    commit_seconds: float = 0.0
     empty: float = 0.002
     """Seconds for which a mount is empty while it is reloaded."""
     fail: Callable[[str, Container | None, Any], GRPCError | None] = lambda call, container, request: None
@@ -345,6 +346,7 @@ class Servicer(_Rest):
         if container is None:
             raise GRPCError(Status.FAILED_PRECONDITION, "the volume is not mounted in this container")
         await asyncio.to_thread(self.cloud.commit, container)
+        await asyncio.sleep(self.cloud.manners.commit_seconds)
         self.cloud.manners.after("VolumeCommit", container, request)
         await stream.send_message(api_pb2.VolumeCommitResponse(skip_reload=self.cloud.manners.skip_reload))
 

@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from stitch_core.ports import Buffer, FileSource, Unavailable
@@ -28,6 +29,7 @@ DEADLINE = 120.0
 """Seconds that a reload or a commit may wait for files to be closed."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
+LONGEST_GATHERING = 2.0
 VANISHED = 16
 
 
@@ -95,7 +97,9 @@ class Mount:
         self._commits = threading.Condition()
         self._committing = False
         self._begun = self._done = 0
-        self._failed: dict[int, Exception] = {}
+        self._failed: BaseException | None = None
+        self._writers = self._joined = 0
+        self._took = 0.0  # seconds of the last commit: what a gathering may take
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
@@ -133,28 +137,52 @@ class Mount:
         Calls that meet share one commit.
         """
         with self._commits:
-            mine = self._begun + 1  # one that begins from now on has all that is there now
-            while True:
-                if self._done >= mine:
-                    error = self._failed.get(self._done)
-                    if error is not None:
-                        raise Unavailable(f"committing {self.path}: {error}") from error
-                    return
-                if not self._committing:
-                    break
-                self._commits.wait(1.0)
-            self._committing, self._begun = True, self._begun + 1
-            number = self._begun
-        failed: Exception | None = None
+            self._joined += 1
+            self._commits.notify_all()
+            try:
+                mine = self._begun + 1  # the next to begin has all that is there now
+                while self._committing and self._done < mine:
+                    self._commits.wait(1.0)
+                if self._done < mine:
+                    self._committing = True
+                    self._lead(mine)
+                elif self._failed is not None:
+                    raise Unavailable(f"committing {self.path}: {self._failed}") from self._failed
+            finally:
+                self._joined -= 1
+
+    def _lead(self, mine: int) -> None:
+        """Commit for all that have joined, or soon will; called, and left, with ``_commits`` held."""
+        self._commits.wait_for(lambda: self._writers <= self._joined, min(self._took, LONGEST_GATHERING))
+        self._commits.release()
+        began, failed = self._monotonic(), None
         try:
-            self._alone(f"committing {self.path}", self._volume.commit)
-        except Exception as error:
+            self._alone(f"committing {self.path}", self._commit)
+        except BaseException as error:
             failed = error
             raise
         finally:
+            self._commits.acquire()
+            self._took = self._monotonic() - began
+            self._begun = max(self._begun, mine)
+            self._committing, self._done, self._failed = False, self._begun, failed
+            self._commits.notify_all()
+
+    def _commit(self) -> None:
+        with self._commits:
+            self._begun += 1
+        self._volume.commit()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what will end in a commit: one that is about to begin waits a moment for it to join."""
+        with self._commits:
+            self._writers += 1
+        try:
+            yield
+        finally:
             with self._commits:
-                self._committing, self._done = False, number
-                self._failed = {number: failed} if failed else {}
+                self._writers -= 1
                 self._commits.notify_all()
 
     def _alone(self, what: str, operation: Callable[[], Any]) -> None:
@@ -194,6 +222,9 @@ class MountedFiles:
 
     def commit(self) -> None:
         self._mount.commit()
+
+    def writing(self) -> AbstractContextManager[None]:
+        return self._mount.writing()
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         with self._mount.using(), open(self._at(path), "rb") as file:

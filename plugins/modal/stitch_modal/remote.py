@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from typing import Any
 
 from stitch_core.ports import Buffer, FileSource
@@ -36,6 +37,9 @@ class RemoteFiles:
 
     def commit(self) -> None:
         """Nothing is pending."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         with self._lock:

@@ -197,8 +197,12 @@ class ModalStore:
     async def _writing(self, operation: Callable[..., T], key: str, *args: Any) -> T:
         check_key(key)
         return await self._threads(
-            self._translated, f"writing {self.location}{key}", Unavailable, operation, key, *args
+            self._translated, f"writing {self.location}{key}", Unavailable, self._write, operation, key, *args
         )
+
+    def _write(self, operation: Callable[..., T], key: str, *args: Any) -> T:
+        with self._files.writing():
+            return operation(key, *args)
 
     def _translated(self, what: str, missing: type[StoreError], operation: Callable[..., T], *args: Any) -> T:
         check_installed()
@@ -512,15 +516,13 @@ class ModalStore:
             return
         for _ in range(ROUNDS):
             if not state.live:
-                self._settle(key, state)
-                return
-            now = self._clock.time()
-            cell = Cell("gone", secrets.token_hex(12), now)
+                break
+            cell = Cell("gone", secrets.token_hex(12), self._clock.time())
             found = self._cells.claim(key, state.number + 1, cell)
             state = _state(state.number + 1, found)
             self._remember(key, state)
-            if state.kind == "going":
-                raise Unavailable(f"{self.location}{key} is being deleted by another process")
+        else:
+            raise Unavailable(f"{self.location}{key} is being written by others")
         self._settle(key, state)
         self._forget_siblings(key)
 
