@@ -121,10 +121,11 @@ def _escape(high: Positions) -> ByteArray:
     """Bytes: 255 for each 255 in a number, then the rest."""
     if int(high.max()) < _ESCAPE:
         return high.astype(np.uint8)
-    times, rest = np.divmod(high, _ESCAPE)
-    symbols = np.full(high.size + int(times.sum()), _ESCAPE, np.uint8)
-    symbols[np.cumsum(times + 1) - 1] = rest
-    return symbols
+    large = np.flatnonzero(high >= _ESCAPE)  # few: dividing all would take longer than anything else here
+    times, rest = np.divmod(high[large], _ESCAPE)
+    symbols = high.astype(np.uint8)
+    symbols[large] = rest
+    return np.insert(symbols, np.repeat(large, times), _ESCAPE)
 
 
 def _unescape(symbols: ByteArray, count: int) -> Positions:
@@ -132,14 +133,14 @@ def _unescape(symbols: ByteArray, count: int) -> Positions:
         if symbols.max() == _ESCAPE:
             raise DeltaError("a block's gaps end early")
         return symbols.astype(np.int64)
-    ends = np.flatnonzero(symbols != _ESCAPE)
-    if ends.size != count or int(ends[-1]) != symbols.size - 1:
-        raise DeltaError(f"a block has {ends.size} gaps for {count} changes")
-    high = symbols[ends].astype(np.int64)
-    times = ends.copy()
-    times[1:] -= ends[:-1]
-    times[1:] -= 1
-    high += times * _ESCAPE
+    is_end = symbols != _ESCAPE
+    escapes = np.flatnonzero(symbols == _ESCAPE)
+    if symbols.size - escapes.size != count or not is_end[-1]:
+        raise DeltaError(f"a block has {symbols.size - escapes.size} gaps for {count} changes")
+    high = symbols[is_end].astype(np.int64)
+    # The k-th escape belongs to the gap that comes after as many symbols as are no escapes before it.
+    gaps, times = np.unique(escapes - np.arange(escapes.size), return_counts=True)
+    high[gaps] += times * _ESCAPE
     return high
 
 

@@ -19,7 +19,10 @@ from .sparse_encode import BLOCK_BYTES, FILE_BYTES, FILE_TENSORS
 from .sparse_file import SMALL_BYTES, Block, Changed, SparseFile, SparseWriter, order
 from .wire import DeltaError
 
-Change = tuple[Positions, Values]  # positions in bytes of the output's byte space
+DENSE = 64
+"""With more than one change in so many elements, they are combined in an array of all elements."""
+
+Change = tuple[Positions, Values]  # positions in bytes of the output's byte space, or in elements of a block
 
 
 def merge_sparse(
@@ -117,8 +120,9 @@ def _blocks(tensors: Mapping[str, Changed], inputs: Sequence[SparseFile]) -> Ite
     readers = [_Reader(file, starts) for file in inputs if not starts.keys().isdisjoint(file.names)]
     for start, end, width in cut_blocks(tensors):
         found = [change for reader in readers for change in reader.until(end)]
-        positions, values = _combine(found, width)
-        positions = (positions - start) // width
+        positions, values = _combine(
+            [((p - start) // width, v) for p, v in found], (end - start) // width, width
+        )
         yield Block(encode_block(positions, values), end - start, width, positions.size)
 
 
@@ -188,17 +192,27 @@ class _Reader:
         return [(own, values)] if own.size else []
 
 
-def _combine(changes: Sequence[Change], width: int) -> Change:
-    """The union of ascending changes: values of equal positions are XORed, zeros dropped."""
+def _combine(changes: Sequence[Change], elements: int, width: int) -> Change:
+    """The union of ascending changes among ``elements``: equal positions are XORed, zeros dropped."""
     if not changes:
         return np.empty(0, np.int64), np.empty(0, f"<u{width}")
     if len(changes) == 1:
         return changes[0]
+    if sum(p.size for p, _ in changes) > elements // DENSE:
+        total = np.zeros(elements, f"<u{width}")
+        for at, what in changes:
+            there = total.take(at)
+            there ^= what
+            total[at] = there
+        positions = np.flatnonzero(total != 0)
+        return positions, total.take(positions)
     positions = np.concatenate([p for p, _ in changes])
     values = np.concatenate([v for _, v in changes])
     by_position = np.argsort(positions, kind="stable")  # a merge of runs that are sorted already
     positions, values = positions[by_position], values[by_position]
-    firsts: npt.NDArray[np.int64] = np.flatnonzero(np.diff(positions, prepend=-1))
+    is_first = np.ones(positions.size, np.bool_)
+    np.not_equal(positions[1:], positions[:-1], out=is_first[1:])
+    firsts: npt.NDArray[np.int64] = np.flatnonzero(is_first)
     if firsts.size < positions.size:
         positions, values = positions[firsts], np.bitwise_xor.reduceat(values, firsts)
     kept = np.flatnonzero(values)
