@@ -19,13 +19,14 @@ OURS: dict[str, dict[str, str]] = {
         "store": "stitch_gateway.pools:open_store",
     },
     "stitch.commands": {
+        "consumer": "stitch_gateway.consumer_command:add_parser",
         "gateway": "stitch_gateway.command:add_parser",
         "prove": "stitch_embedded.prove_command:add_parser",
     },
 }
 
 # The extra that brings a name, where it is not the name itself.
-EXTRAS = {"static": "gateway", "store": "gateway", "prove": "embedded"}
+EXTRAS = {"consumer": "gateway", "static": "gateway", "store": "gateway", "prove": "embedded"}
 ELSEWHERE: dict[str, tuple[str, ...]] = {}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 

@@ -13,6 +13,7 @@ from stitch_core.ports import Store
 from stitch_core.replica.server import listen, serve
 from stitch_core.versions import PolicyVersion
 from stitch_gateway.app import Gateway, GatewaySettings, open_gateway
+from stitch_gateway.connection import Runner
 from stitch_gateway.pools import StaticPool
 from tests.replica.scripted import Replica, generated, span
 
@@ -62,15 +63,20 @@ class Fleet:
         return server
 
     async def start(
-        self, *urls: str, until_ready: int | None = None, store: Store | None = None, **settings: Any
+        self,
+        *urls: str,
+        until_ready: int | None = None,
+        store: Store | None = None,
+        peers: Any = None,
+        **settings: Any,
     ) -> None:
         """Start the gateway in front of the replicas (and ``urls``), and wait until it has seen them."""
         settings = {"hold": 2.0, "poll": 0.02, "probe_timeout": 1.0, **settings}
         pool = StaticPool([*(server.url for server in self.servers), *urls])
-        opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1), store)
+        opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1), store, peers)
         self.gateway = await self.stack.enter_async_context(opening)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
-        runner = web.AppRunner(self.gateway.app(), handler_cancellation=True, shutdown_timeout=1)
+        runner = Runner(self.gateway.app(), shutdown_timeout=1)
         await runner.setup()
         self.stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -172,7 +172,10 @@ async def test_held_request_is_aborted(fleet: Fleet) -> None:
     for body in ({}, {"rid": ""}, {"rid": "x", "abort_all": True}):
         assert (await fleet.post(body, "/abort_request"))[0] == 403
     server.engine.body = b""
-    assert await fleet.post({"rid": "x-"}, "/abort_request") == (200, {"held": 1, "replicas": 1})
+    assert await fleet.post({"rid": "x-"}, "/abort_request") == (
+        200,
+        {"held": 1, "replicas": 1, "gateways": 0},
+    )
     assert (await held)[1]["error"]["type"] == "RequestAborted"
 
 

@@ -51,6 +51,10 @@ class ScriptedEngine:
         if scope["type"] == "lifespan":
             await send({"type": "lifespan.startup.complete"})
             return
+        if scope["path"] == "/v1/loads":  # a gateway's, at any time; this engine does not tell
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+            return
         self.path, self.headers = scope["path"], header_map(scope["headers"])
         message = await receive()
         if message.get("body"):

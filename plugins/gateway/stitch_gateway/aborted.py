@@ -14,7 +14,7 @@ from aiohttp import web
 from stitch_core.requests import Refused
 from stitch_core.versions import HEADER_RUN, Refusal
 
-from .call import Call
+from .call import Call, copies, prompts
 from .routing import Replica
 
 MESSAGE = "aborted while the gateway held it"
@@ -33,7 +33,7 @@ def aborted_answer(call: Call, replicas: Sequence[Replica]) -> web.Response:
     items = _generated(call, value, report) if call.path == "/generate" else [_openai(call, value, report)]
     headers = {HEADER_RUN: call.scope.run}
     if not value.get("stream"):
-        listed = call.path == "/generate" and (len(items) > 1 or _prompts(_prompt_of(value)) is not None)
+        listed = call.path == "/generate" and (len(items) > 1 or prompts(value) is not None)
         whole = items if listed else items[0]
         return web.json_response(whole, headers=headers)
     events = [json.dumps(item) for item in items] + ["[DONE]"]
@@ -52,28 +52,11 @@ def _version(call: Call, replicas: Sequence[Replica]) -> int | None:
     return max(known, default=None)
 
 
-def _prompts(given: object) -> int | None:
-    """How many prompts a batch has; None for a single one."""
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        return len(given)
-    return None
-
-
-def _prompt_of(value: dict[str, Any]) -> object:
-    return value.get("text", value.get("input_ids"))
-
-
-def _copies(params: object) -> int:
-    copies = params.get("n") if isinstance(params, dict) else None
-    return copies if isinstance(copies, int) and copies > 0 else 1
-
-
 def _generated(call: Call, value: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any]]:
-    prompts = _prompts(_prompt_of(value)) or 1
-    copies = _copies(value.get("sampling_params"))
-    ids = call.ids if len(call.ids) == prompts else call.ids[:1] * prompts
+    batch = prompts(value) or 1
+    ids = call.ids if len(call.ids) == batch else call.ids[:1] * batch
     items: list[dict[str, Any]] = []
-    for own in (own for own in ids for _ in range(copies)):
+    for own in (own for own in ids for _ in range(copies(call.path, value))):
         meta = {
             "id": own, "finish_reason": {"type": "abort", "message": MESSAGE}, "prompt_tokens": 0,
             "completion_tokens": 0, "cached_tokens": 0, **report,
@@ -90,7 +73,7 @@ def _openai(call: Call, value: dict[str, Any], report: dict[str, Any]) -> dict[s
     chat, stream = call.path == "/v1/chat/completions", bool(value.get("stream"))
     said = {"role": "assistant", "content": ""}
     part = {"delta" if stream else "message": said} if chat else {"text": ""}
-    count = _copies(value) * (_prompts(value.get("prompt")) or 1)
+    count = call.sequences
     choices = [{"index": index, **part, "finish_reason": "abort"} for index in range(count)]
     spans: list[Any] = [] if count == 1 else [[] for _ in choices]
     bounds = {key: report[key] for key in ("run", "weight_version_start", "weight_version_end")}

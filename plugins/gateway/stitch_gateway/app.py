@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +16,24 @@ import aiohttp
 from aiohttp import web
 
 from stitch_core.ports import Pool, Store
-from stitch_core.replica.routes import BLOCKED
 from stitch_core.replica.server import listen
 from stitch_core.requests import Refused, json_object
 from stitch_core.versions import Refusal, VersionError, check_run_id, unavailable
 
 from .attempt import FAILURES, Attempt
 from .call import parse_call
-from .consumers import Consumers, check_consumer
+from .connection import Runner
+from .consumer_rules import RulesView
+from .consumers import Consumers, Scope, check_consumer
 from .dispatch import Dispatcher
 from .facade import Facade
 from .fleet import Fleet
-from .head_view import HeadView
+from .front import Router, envelope, path_of, read_body
+from .head_view import Heads
 from .metrics import GatewayMetrics
+from .reach import HEADER_FORWARDED, Reach
 from .routing import Replica
+from .watch import Watch
 
 GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
 ANYONES = ("/v1/models",)
@@ -79,59 +85,65 @@ class Gateway:
         session: aiohttp.ClientSession,
         settings: GatewaySettings,
         rng: random.Random,
-        head: HeadView | None = None,
+        heads: Heads | None = None,
+        rules: RulesView | None = None,
+        peers: Pool | None = None,
     ) -> None:
+        """``peers``: the other gateways, which are told of aborts."""
         self.fleet = Fleet(pool, session, rng, interval=settings.poll, timeout=settings.probe_timeout)
         attempt = Attempt(self.fleet, session, connect=settings.connect, max_response=settings.max_response)
         self.dispatcher = Dispatcher(self.fleet, attempt, rng, settings.hold, settings.attempts)
         self._session = session
         self._settings = settings
         self._control = aiohttp.ClientTimeout(total=settings.control)
-        lag = 0 if settings.lag is None and settings.facade and head is not None else settings.lag
-        self.consumers = Consumers(settings.run, settings.consumer, lag, head)
+        lag = 0 if settings.lag is None and settings.facade and heads is not None else settings.lag
+        self.consumers = Consumers(settings.run, settings.consumer, lag, heads, rules)
+        self.reach = Reach(self.fleet, session, settings.control, peers)
+        self.dispatcher.on_held = self.reach.wake
         self.metrics = GatewayMetrics(self.dispatcher, self.consumers)
         self.facade = None
         if settings.facade:
             self.facade = Facade(
-                self.consumers, self.dispatcher, everyone=self._fan_out, one=self._post,
-                patience=settings.hold, engine=settings.engine,
-            )  # fmt: skip
+                self.consumers, self.dispatcher, self.reach, patience=settings.hold, engine=settings.engine
+            )
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
-        middlewares = [self.metrics.middleware, _envelope]
-        app = web.Application(client_max_size=self._settings.max_body, middlewares=middlewares)
-        app.add_routes([web.post(path, self._generate) for path in GENERATE])
-        anyones = ANYONES if self.facade else (*ANYONES, *ANYONES_WITHOUT_FACADE)
-        app.add_routes([web.get(path, self._anyones) for path in anyones])
-        if self.facade:
-            app.add_routes(self.facade.routes())
-        app.add_routes(
-            [
-                web.post("/abort_request", self._abort),
-                web.post("/wake", self._wake),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/status", self._status),
-                web.get("/metrics", self.metrics.page),
-            ]
+        """The aiohttp application, for a ``Runner``: its connections leave bodies as they were sent."""
+        app = web.Application(
+            client_max_size=self._settings.max_body, middlewares=[self.metrics.middleware, envelope]
         )
+        app.router.add_route("*", "/{path:.*}", Router(self.routes()).__call__)
         return app
+
+    def routes(self) -> list[web.RouteDef]:
+        """What is served, by clean paths."""
+        anyones = ANYONES if self.facade else (*ANYONES, *ANYONES_WITHOUT_FACADE)
+        return [
+            *(web.post(path, self._generate) for path in GENERATE),
+            *(web.get(path, self._anyones) for path in anyones),
+            *(self.facade.routes() if self.facade else ()),
+            web.post("/abort_request", self._abort),
+            web.post("/wake", self._wake),
+            web.get("/health", self._health),
+            web.get("/ready", self._ready),
+            web.get("/status", self._status),
+            web.get("/metrics", self.metrics.page),
+        ]
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         headers: dict[str, str] = {}
         for name, value in request.headers.items():
             key = name.lower()
             headers[key] = f"{headers[key]}, {value}" if key in headers else value
-        body = await request.read()
-        call = await parse_call(request.path, body, headers, self.consumers, self._settings.hold)
+        body = await read_body(request)
+        call = await parse_call(path_of(request), body, headers, self.consumers, self._settings.hold)
         return await self.dispatcher.run(request, call)
 
     async def _anyones(self, request: web.Request) -> web.StreamResponse:
         """What every replica answers alike."""
         for replica in sorted(self.fleet.replicas, key=lambda r: (not r.ready, not r.alive, r.load)):
             try:
-                async with self._session.get(replica.url + request.path, timeout=self._control) as answer:
+                async with self._session.get(replica.url + path_of(request), timeout=self._control) as answer:
                     if answer.status == 200:
                         return web.Response(body=await answer.read(), content_type=answer.content_type)
             except FAILURES:
@@ -139,31 +151,33 @@ class Gateway:
         raise Refused(unavailable("no replica answers", retry="here"))
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = json_object(await request.read())
+        body = json_object(await read_body(request))
         rid = body.get("rid")
+        if HEADER_FORWARDED in request.headers and body.get("abort_all"):
+            return await self._abort_forwarded(body)
         if self.facade and body.get("abort_all") and not rid:
             return await self.facade.abort_all(request)
         if body.get("abort_all") or not isinstance(rid, str) or not rid:
             message = "abort_request needs the rid of one request: abort_all would reach everybody's"
             raise Refused(Refusal(403, "RouteBlocked", message, "never"))
         held = self.dispatcher.abort(rid)
-        reached = await self._fan_out("/abort_request", {"rid": rid})
-        return web.json_response({"held": held, "replicas": reached})
+        told = {"rid": rid}
+        reached, gateways = await asyncio.gather(
+            self.reach.everyone("/abort_request", told),
+            self.reach.other_gateways("/abort_request", told, request.headers),
+        )
+        return web.json_response({"held": held, "replicas": reached, "gateways": gateways})
+
+    async def _abort_forwarded(self, body: dict[str, Any]) -> web.Response:
+        """Another gateway has aborted all requests of one consumer, and told the replicas."""
+        scope = Scope(str(body.get("run")), str(body.get("consumer")))
+        calls = self.dispatcher.abort_scope(scope)
+        if self.facade:
+            self.facade.chase(calls)
+        return web.json_response({"requests": len(calls)})
 
     async def _wake(self, request: web.Request) -> web.Response:
-        return web.json_response({"replicas": await self._fan_out("/wake", {})}, status=202)
-
-    async def _fan_out(self, path: str, body: dict[str, Any]) -> int:
-        """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
-        posts = [self._post(replica.url, path, body) for replica in self.fleet.replicas]
-        return sum(await asyncio.gather(*posts))
-
-    async def _post(self, url: str, path: str, body: dict[str, Any]) -> bool:
-        try:
-            async with self._session.post(url + path, json=body, timeout=self._control) as answer:
-                return answer.status < 300
-        except FAILURES:
-            return False
+        return web.json_response({"replicas": await self.reach.everyone("/wake", {})}, status=202)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -173,7 +187,7 @@ class Gateway:
         return web.json_response({"ready": ready > 0, "replicas": ready}, status=200 if ready else 503)
 
     async def _status(self, request: web.Request) -> web.Response:
-        replicas = self.fleet.replicas
+        replicas, head, rules = self.fleet.replicas, self.consumers.head, self.consumers.view
         versions = {str(r.serving): 0 for r in replicas if r.serving}
         for replica in replicas:
             if replica.serving and replica.ready:
@@ -186,7 +200,8 @@ class Gateway:
             "counters": {**self.dispatcher.counters, "evictions": self.fleet.evictions},
             "pool_error": self.fleet.pool_error,
             "run": self._settings.run,
-            "head": _describe_head(self.consumers.head),
+            "head": _describe_watch(head, number=head.number) if head else None,
+            "consumers": _describe_watch(rules, count=len(rules.rules)) if rules else None,
         }
         return web.json_response(status)
 
@@ -200,44 +215,14 @@ def _describe(replica: Replica) -> dict[str, Any]:
         "run": replica.serving.run if replica.serving else None,
         "applied": replica.serving.number if replica.serving else None,
         "in_flight": replica.in_flight,
+        "sequences": replica.sequences,
         "others": replica.others,
         "error": replica.error,
     }
 
 
-def _describe_head(head: HeadView | None) -> dict[str, Any] | None:
-    return None if head is None else {"number": head.number, "age": head.age, "error": head.error}
-
-
-@web.middleware
-async def _envelope(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Every answer of the gateway's own that is no success, in the one envelope."""
-    try:
-        return await handler(request)
-    except Refused as error:
-        refusal = error.refusal
-    except web.HTTPRequestEntityTooLarge:
-        refusal = Refusal(413, "PayloadTooLarge", "the request body is too large", "never")
-    except web.RequestPayloadError:  # aiohttp's, while it reads: broken gzip, broken chunks
-        refusal = Refusal(
-            400, "InvalidRequest", "the request body does not decode as its headers say", "never"
-        )
-        answer = web.json_response(refusal.body(), status=400)
-        answer.force_close()  # where the next request begins on this connection cannot be told
-        return answer
-    except web.HTTPMethodNotAllowed as error:
-        refusal = Refusal(405, "MethodNotAllowed", f"{request.path} does not take {request.method}", "never")
-        return web.json_response(refusal.body(), status=405, headers={"allow": error.headers["allow"]})
-    except web.HTTPNotFound:
-        if request.path.rstrip("/") in BLOCKED:
-            refusal = Refusal(
-                403, "RouteBlocked", f"{request.path} would bypass the replicas' gates", "never"
-            )
-        else:
-            refusal = Refusal(404, "RouteUnknown", f"{request.path} is not served", "never")
-    return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
+def _describe_watch(watch: Watch, **said: Any) -> dict[str, Any]:
+    return {**said, "age": watch.age, "error": watch.error}
 
 
 @contextlib.asynccontextmanager
@@ -246,29 +231,54 @@ async def open_gateway(
     settings: GatewaySettings | None = None,
     rng: random.Random | None = None,
     store: Store | None = None,
+    peers: Pool | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that follows its pool, and its run's head in ``store``. Both stay the caller's to close."""
+    """A gateway that follows its pool, and in ``store`` what consumers get and runs' heads.
+
+    Pools and store stay the caller's to close.
+    """
     settings, rng = settings or GatewaySettings(), rng or random.Random()
-    head = None
-    if store is not None and settings.run is not None:
+    heads = rules = None
+    if store is not None:
         clock = asyncio.get_running_loop().time
-        head = HeadView(store, settings.run, rng, interval=settings.head_poll, clock=clock)
-    if settings.lag is not None and head is None:
+        heads = Heads(store, rng, interval=settings.head_poll, clock=clock, keep=settings.run)
+        rules = RulesView(store, rng, interval=settings.head_poll, clock=clock)
+    if settings.lag is not None and heads is None:
         raise VersionError("a lag needs the store that the head of the run is in")
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, **_watched_sockets())
     async with aiohttp.ClientSession(connector=connector, json_serialize=json.dumps) as session:
-        gateway = Gateway(pool, session, settings, rng, head)
+        gateway = Gateway(pool, session, settings, rng, heads, rules, peers)
         following = [asyncio.create_task(gateway.fleet.run())]
-        if head is not None:
-            following.append(asyncio.create_task(head.follow()))
+        if rules is not None:
+            following.append(asyncio.create_task(rules.follow()))
         try:
             yield gateway
         finally:
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
+            await gateway.reach.close()
             if gateway.facade:
                 await gateway.facade.close()
+            if heads is not None:
+                await heads.close()
+
+
+def _watched_sockets() -> dict[str, Any]:
+    """Options of a connector, so that a host that died without a word ends its connections within 25 s."""
+    if "socket_factory" not in inspect.signature(aiohttp.TCPConnector).parameters:  # aiohttp before 3.12
+        return {}
+
+    def make(info: Any) -> socket.socket:
+        made = socket.socket(info[0], info[1], info[2])
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return made
+
+    return {"socket_factory": make}
 
 
 async def run_gateway(
@@ -277,6 +287,7 @@ async def run_gateway(
     port: int,
     *,
     store: Store | None = None,
+    peers: Pool | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
     rng: random.Random | None = None,
@@ -290,11 +301,8 @@ async def run_gateway(
     settings = GatewaySettings(**options)
     listener = listen(host, port)
     try:
-        async with open_gateway(pool, settings, rng, store) as gateway:
-            # Cancellation of the handler is how a client's disconnect reaches the replica.
-            runner = web.AppRunner(
-                gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.drain
-            )
+        async with open_gateway(pool, settings, rng, store, peers) as gateway:
+            runner = Runner(gateway.app(), shutdown_timeout=settings.drain)
             await runner.setup()
             try:
                 await web.SockSite(runner, listener).start()

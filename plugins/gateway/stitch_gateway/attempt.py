@@ -15,19 +15,26 @@ from stitch_core.requests import Refused
 from stitch_core.versions import HEADER_ADMITTED, HEADER_REPLICA, HEADER_RUN, Refusal, unavailable
 
 from .call import Call
+from .connection import Connection
 from .fleet import Fleet, admitted_version
 from .routing import Replica
 
 PASSED_HEADERS = ("content-type", "retry-after", HEADER_ADMITTED, HEADER_RUN, HEADER_REPLICA)
+# Bytes of one event of a stream.
+MOST_EVENT = 64 << 20
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 @dataclass(frozen=True)
 class Again:
-    """Nothing was sent to the client. ``failure``: the replica could not do it, rather than should not."""
+    """Nothing was sent to the client. ``failure``: the replica could not do it, rather than should not.
+
+    ``repeat``: whether another try cannot do it twice, or may.
+    """
 
     reason: str
     failure: bool
+    repeat: bool = True
 
 
 class _ClientLeft(Exception):
@@ -54,7 +61,9 @@ class Attempt:
             ) as answer:
                 return await self._judge(request, call, replica, answer)
         except FAILURES as error:
-            return self._failed(replica, _text(error), answered=False)
+            again = self._failed(replica, _text(error), answered=False)
+            # A connection that was never made carried no request.
+            return replace(again, repeat=call.repeatable or isinstance(error, aiohttp.ClientConnectorError))
 
     def _failed(self, replica: Replica, error: str, *, answered: bool) -> Again:
         self._fleet.failed(replica, error, answered=answered)
@@ -114,10 +123,14 @@ class Attempt:
 
 async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Pieces that end where an event ends, so that an error can be put behind any of them."""
-    splitter = Splitter()
+    splitter, begun = Splitter(), 0
     async for chunk in answer.content.iter_any():
+        begun += len(chunk)
         if events := splitter.feed(chunk):
+            begun = 0
             yield b"".join(events)
+        elif begun > MOST_EVENT:
+            raise aiohttp.ClientPayloadError(f"an event exceeds {MOST_EVENT} bytes")
     if rest := splitter.finish():
         yield rest
 
@@ -125,6 +138,8 @@ async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 async def _to_client(response: web.StreamResponse, request: web.Request, data: bytes) -> None:
     try:
         if not response.prepared:
+            if isinstance(request.protocol, Connection):
+                request.protocol.streams = response.content_type == "text/event-stream"
             await response.prepare(request)
         await response.write(data)
     except FAILURES as error:

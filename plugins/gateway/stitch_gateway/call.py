@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from stitch_core.replica.middleware import ID_END
-from stitch_core.requests import Refused, json_object
+from stitch_core.requests import Refused, check_text, json_object
 from stitch_core.versions import HEADER_CONSUMER, VersionConstraint, VersionError, malformed
 
 from .consumers import Consumers, Scope
 from .routing import Replica
+
+# Whose turn it is of what: ours, and what SGLang's router and its clients speak.
+SESSION_HEADERS = ("x-stitch-session", "x-smg-routing-key")
+HEADER_GROUP = "x-stitch-group"
+MOST_COPIES = 1024
 
 # Hop by hop, or no longer true of the body that is sent on.
 _DROPPED = frozenset(
@@ -41,7 +47,9 @@ class Call:
     """``constraint`` travels in the body, ``scope`` is whose it is, ``deadline`` when holding it ends.
 
     ``aborted`` is set when the request is given up; ``with_scope`` says that its whole scope was.
-    ``replica`` is where it runs now.
+    ``replica`` is where it runs now. ``session`` and ``group`` are whose keys and values it shares;
+    ``sequences``: how many it has generated at once. ``repeatable``: whether it may be sent again when nobody
+    knows what became of it.
     """
 
     path: str
@@ -51,6 +59,10 @@ class Call:
     ids: tuple[str, ...]
     scope: Scope | None
     deadline: float
+    session: str | None = None
+    group: str | None = None
+    sequences: int = 1
+    repeatable: bool = True
     replica: Replica | None = None
     with_scope: bool = False
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,6 +72,12 @@ class Call:
         """What engines call it: ids that only this request's begin with."""
         prefix = self.scope.prefix if self.scope else ""
         return tuple(f"{prefix}{own}{ID_END}" for own in self.ids)
+
+    @property
+    def key(self) -> bytes | None:
+        """What it stays with one replica for. A group has its sessions, and the beginning that they share."""
+        name = self.group or self.session
+        return None if name is None else name.encode("utf-8", "surrogatepass")
 
 
 async def parse_call(
@@ -75,17 +93,61 @@ async def parse_call(
         given = VersionConstraint.parse(value.pop("weight_version", None), headers)
     except VersionError as error:
         raise Refused(malformed(str(error))) from None
-    scope = consumers.scope(headers, given.run)
     constraint = await consumers.demand(given, headers, hold)
+    scope = consumers.scope(headers, constraint.run)
     if constraint:
         value["weight_version"] = constraint.fields()
-    # The id is the gateway's to give: abort_request must find the request wherever it runs.
-    rid = value.get("rid")
-    if rid is None:
-        rid = value["rid"] = uuid.uuid4().hex
-    ids = tuple(rid) if isinstance(rid, list) else (rid,)
+    ids = _ids(value)
     kept = {name: text for name, text in headers.items() if name not in _DROPPED}
     kept["accept-encoding"] = "identity"
     if scope is not None:
         kept[HEADER_CONSUMER] = scope.consumer
-    return Call(path, kept, json.dumps(value).encode(), constraint, ids, scope, deadline)
+    session = _first(headers, SESSION_HEADERS) or _session_of(value)
+    return Call(
+        path, kept, json.dumps(value).encode(), constraint, ids, scope, deadline,
+        session=session, group=headers.get(HEADER_GROUP) or None, sequences=_sequences(path, value),
+        repeatable=not value.get("session_params"),
+    )  # fmt: skip
+
+
+def _ids(value: dict[str, Any]) -> tuple[str, ...]:
+    """The request's ids; it gets one if it has none: an abort must find it wherever it runs."""
+    rid = value.get("rid")
+    if rid is None:
+        rid = value["rid"] = uuid.uuid4().hex
+    ids = tuple(rid) if isinstance(rid, list) else (rid,)
+    if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
+        raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
+    for own in ids:
+        check_text(own, "rid")
+    return ids
+
+
+def _first(headers: Mapping[str, str], names: Iterable[str]) -> str | None:
+    return next((headers[name] for name in names if headers.get(name)), None)
+
+
+def _session_of(value: Mapping[str, Any]) -> str | None:
+    """The session that a body names: OpenAI's ``user``, SGLang's ``session_params.id``."""
+    params = value.get("session_params")
+    for given in (params.get("id") if isinstance(params, dict) else None, value.get("user")):
+        if isinstance(given, str) and given:
+            return given
+    return None
+
+
+def prompts(value: Mapping[str, Any]) -> int | None:
+    """How many prompts a batch has; None for a single one."""
+    given = next((value[name] for name in ("text", "input_ids", "prompt") if name in value), None)
+    return len(given) if isinstance(given, list) and given and isinstance(given[0], str | list) else None
+
+
+def copies(path: str, value: Mapping[str, Any]) -> int:
+    """``n``: how often each prompt is answered."""
+    params = value.get("sampling_params") if path == "/generate" else value
+    n = params.get("n") if isinstance(params, dict) else None
+    return n if isinstance(n, int) and 0 < n <= MOST_COPIES else 1
+
+
+def _sequences(path: str, value: Mapping[str, Any]) -> int:
+    return (prompts(value) or 1) * copies(path, value)

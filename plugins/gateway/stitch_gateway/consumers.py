@@ -16,7 +16,8 @@ from stitch_core.versions import (
     unavailable,
 )
 
-from .head_view import HeadView
+from .consumer_rules import Rule, RulesView
+from .head_view import Heads, HeadView
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,20 @@ class Scope:
 class Consumers:
     """``run`` and ``default`` are of requests that name none.
 
-    ``lag``: versions by which an answer to the default consumer may be behind the ``head``; None: any.
+    ``lag``: versions by which an answer to the default consumer may be behind the head; None: any. What the
+    store says of a consumer (``view``) comes first. Without a store there are no ``heads`` either.
     """
 
     run: str | None = None
     default: str = "rollout"
     lag: int | None = None
-    head: HeadView | None = None
+    heads: Heads | None = None
+    view: RulesView | None = None
+
+    @property
+    def head(self) -> HeadView | None:
+        """The head of the gateway's own run."""
+        return None if self.heads is None or self.run is None else self.heads.of(self.run)
 
     def scope(self, headers: Mapping[str, str], run: str | None = None) -> Scope | None:
         """Whose request it is; None where no run is known. ``headers`` ignore case. Raises Refused (400)."""
@@ -58,27 +66,39 @@ class Consumers:
     async def demand(
         self, given: VersionConstraint, headers: Mapping[str, str], patience: float
     ) -> VersionConstraint:
-        """What the request demands, with the default run and the default consumer's lag.
+        """What the request demands, with the default run and what its consumer gets.
 
-        Raises Refused (503) if the head is not known within ``patience`` seconds of a gateway's start.
+        Raises Refused (400) for a lag behind an unknown run's head, and (503) if the store has not said
+        within ``patience`` seconds of a gateway's start what consumers get, or where the head is.
         """
-        run = given.run or self.run
-        low, exact = given.min_version, given.exact_version
-        if self._lags(given, run, headers) and self.head is not None and self.lag is not None:
-            if not await self.head.known(patience):
-                message = f"the head of run {run} cannot be read: {self.head.error}"
-                raise Refused(unavailable(message, retry="here"))
-            if self.head.number is not None:
-                low = max(0, self.head.number - self.lag)
-        return VersionConstraint(low, exact, run)
+        if (given.min_version, given.exact_version) != (None, None):
+            return VersionConstraint(given.min_version, given.exact_version, given.run or self.run)
+        consumer = headers.get(HEADER_CONSUMER, self.default)
+        rule = await self._rule(consumer, given.run, patience)
+        run = given.run or rule.run or self.run
+        if rule.lag is None or self.heads is None:
+            return VersionConstraint(None, rule.exact, run)
+        if run is None:
+            message = f"consumer {consumer} gets versions by the head of a run: name the run"
+            raise Refused(malformed(message))
+        head = self.heads.of(run)
+        if not await head.known(patience):
+            message = f"the head of run {run} cannot be read: {head.error}"
+            raise Refused(unavailable(message, retry="here"))
+        low = None if head.number is None else max(0, head.number - rule.lag)
+        return VersionConstraint(low, None, run)
 
-    def _lags(self, given: VersionConstraint, run: str | None, headers: Mapping[str, str]) -> bool:
-        return (
-            self.head is not None
-            and run == self.head.run
-            and (given.min_version, given.exact_version) == (None, None)
-            and headers.get(HEADER_CONSUMER, self.default) == self.default
-        )
+    async def _rule(self, consumer: str, run: str | None, patience: float) -> Rule:
+        """What the consumer gets, if it is of the run that the request names."""
+        rule = None
+        if self.view is not None:
+            # What cannot be read is never "no demand".
+            if not await self.view.known(patience):
+                raise Refused(unavailable(f"the consumers cannot be read: {self.view.error}", retry="here"))
+            rule = self.view.rules.get(consumer)
+        if rule is None and consumer == self.default and self.lag is not None:
+            rule = Rule(lag=self.lag, run=self.run)
+        return rule if rule is not None and run in (None, rule.run or run) else Rule()
 
 
 def check_consumer(name: str) -> str:

@@ -18,7 +18,7 @@ from .attempt import Again, Attempt
 from .call import Call
 from .consumers import Scope
 from .fleet import Fleet
-from .routing import Replica, choose
+from .routing import Replica, choose, eligible
 
 
 class _GivenUp(Exception):
@@ -30,7 +30,7 @@ class Dispatcher:
     """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
 
     ``pause``: seconds for which a request avoids a replica that has just refused it. ``on_acquired`` is told
-    the seconds that a request waited for a replica.
+    the seconds that a request waited for a replica, ``on_held`` what it demands, once it has to wait.
     """
 
     fleet: Fleet
@@ -42,7 +42,12 @@ class Dispatcher:
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
+    waiting: dict[VersionConstraint, set[asyncio.Future[None]]] = field(default_factory=dict)
     on_acquired: Callable[[float], None] = lambda _: None
+    on_held: Callable[[VersionConstraint], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.fleet.on_change = self._changed
 
     async def run(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The answer of the first replica that gives one. Raises Refused."""
@@ -66,9 +71,15 @@ class Dispatcher:
                 result = await self.attempt.run(request, call, replica)
             finally:
                 replica.in_flight -= 1
+                replica.sequences -= call.sequences
                 call.replica = None
             if not isinstance(result, Again):
                 return result
+            if not result.repeat:
+                message = (
+                    f"{result.reason}; what became of the request is unknown, and it may not be repeated"
+                )
+                raise Refused(unavailable(message, retry="never"))
             avoided[replica] = _now() + self.pause
             self.counters["failures" if result.failure else "refusals"] += 1
             failures += result.failure
@@ -77,10 +88,10 @@ class Dispatcher:
 
     def abort(self, prefix: str) -> int:
         """Give up what is held under ids that start with ``prefix``; how many."""
-        hit = [c for c in self.held if any(str(own).startswith(prefix) for own in (*c.ids, *c.engine_ids))]
+        hit = [c for c in self.held if any(own.startswith(prefix) for own in (*c.ids, *c.engine_ids))]
         for call in hit:
             call.aborted.set()
-        self.fleet.notify()
+        self._changed(None)
         return len(hit)
 
     def of(self, scope: Scope | None) -> set[Call]:
@@ -93,7 +104,7 @@ class Dispatcher:
         for call in hit:
             call.with_scope = True
             call.aborted.set()
-        self.fleet.notify()
+        self._changed(None)
         return hit
 
     async def _acquire(self, call: Call, avoided: dict[Replica, float]) -> Replica:
@@ -102,26 +113,50 @@ class Dispatcher:
         began = _now()
         try:
             while True:
-                changed = self.fleet.changed
                 if call.aborted.is_set():
                     raise _GivenUp
                 now = _now()
                 if now >= call.deadline:
                     raise Refused(self._too_late(call))
                 avoid = {replica for replica, until in avoided.items() if until > now}
-                replica = choose(self.fleet.replicas, call.constraint, self.rng, avoid)
+                replica = choose(
+                    self.fleet.replicas, call.constraint, self.rng, avoid,
+                    key=call.key, sequences=call.sequences,
+                )  # fmt: skip
                 if replica is not None:
                     replica.in_flight += 1
+                    replica.sequences += call.sequences
                     self.on_acquired(now - began)
                     return replica
-                wake = min([call.deadline, *(avoided[replica] for replica in avoid)])
-                try:
-                    async with asyncio.timeout_at(wake):
-                        await changed.wait()
-                except TimeoutError:
-                    continue
+                self.on_held(call.constraint)
+                await self._wait(
+                    call.constraint, min([call.deadline, *(avoided[replica] for replica in avoid)])
+                )
         finally:
             self.held.discard(call)
+
+    async def _wait(self, constraint: VersionConstraint, until: float) -> None:
+        """Until a replica that changed may take the request, or something was aborted, or it is time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        group = self.waiting.setdefault(constraint, set())
+        group.add(waiter)
+        try:
+            async with asyncio.timeout_at(until):
+                await waiter
+        except TimeoutError:
+            pass
+        finally:
+            group.discard(waiter)
+            if not group:
+                self.waiting.pop(constraint, None)
+
+    def _changed(self, replica: Replica | None) -> None:
+        """Wake whom the change may concern: all who wait cost too much where thousands do."""
+        for constraint, group in self.waiting.items():
+            if replica is None or eligible(replica, constraint):
+                for waiter in group:
+                    if not waiter.done():
+                        waiter.set_result(None)
 
     def _too_late(self, call: Call) -> Refusal:
         replicas = self.fleet.replicas

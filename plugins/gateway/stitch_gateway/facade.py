@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +21,8 @@ from stitch_core.versions import Refusal, malformed, not_ready, unavailable
 
 from .consumers import Consumers, Scope
 from .dispatch import Dispatcher
-
-Post = Callable[[str, dict[str, Any]], Awaitable[int]]
+from .front import path_of, read_body
+from .reach import Reach
 
 # Steps of an update that have no part in ours.
 NOTHING_TO_DO = (
@@ -62,21 +62,16 @@ class Facade:
         self,
         consumers: Consumers,
         dispatcher: Dispatcher,
+        reach: Reach,
         *,
-        everyone: Post,
-        one: Callable[[str, str, dict[str, Any]], Awaitable[bool]],
         patience: float,
         engine: Mapping[str, Any],
     ) -> None:
-        """``everyone(path, body)`` posts to every replica, ``one(url, path, body)`` to a single one.
-
-        ``patience``: seconds for which an update waits for the head. ``engine``: fields of ``/server_info``.
-        """
+        """``patience``: seconds for which an update waits; ``engine``: fields of ``/server_info``."""
         self._consumers = consumers
         self._head = consumers.head
         self._dispatcher = dispatcher
-        self._everyone = everyone
-        self._one = one
+        self._reach = reach
         self._patience = patience
         self._engine = {**ENGINE, **engine}
         self._names: set[str] = set()
@@ -163,7 +158,7 @@ class Facade:
         await self._until_published(number)
         # An engine's default is to abort; a trainer that wants it says so.
         if body.get("abort_all_requests") is True:
-            await self._abort(self._scope(request))
+            await self._abort(request)
         return web.json_response({"success": True, "message": FOLLOW, "new_version": str(number)})
 
     async def _until_published(self, number: int) -> None:
@@ -178,14 +173,14 @@ class Facade:
             at = "has no version yet: no trainer has claimed it" if now is None else f"is at version {now}"
             message = f"version {number} is not published after {self._patience:g} s: run {run} {at}"
             raise Refused(not_ready(message, run=run, target_version=number, applied=now))
-        self._start(self._everyone("/wake", {}))
+        self._start(self._reach.everyone("/wake", {}))
 
     async def _nothing(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True, "status": "ok", "message": f"nothing to do: {FOLLOW}"})
 
     async def _not_ours(self, request: web.Request) -> web.Response:
         message = (
-            f"{request.path} would reach no replica: weights are published to the store. Set the trainer's "
+            f"{path_of(request)} would reach no replica: weights go through the store. Set the trainer's "
             "update to disk (slime: --update-weight-transport disk; Miles: --update-weight-transfer-mode "
             "disk-delta)"
         )
@@ -233,7 +228,7 @@ class Facade:
 
     async def abort_all(self, request: web.Request) -> web.Response:
         """Abort the requests of the asker's run and consumer, here and at every replica; nobody else's."""
-        calls, reached = await self._abort(self._scope(request))
+        calls, reached = await self._abort(request)
         return web.json_response({"requests": calls, "replicas": reached})
 
     def _scope(self, request: web.Request) -> Scope:
@@ -241,11 +236,19 @@ class Facade:
         assert scope is not None  # a facade has a run
         return scope
 
-    async def _abort(self, scope: Scope) -> tuple[int, int]:
+    async def _abort(self, request: web.Request) -> tuple[int, int]:
+        scope = self._scope(request)
         calls = self._dispatcher.abort_scope(scope)
-        reached = await self._everyone("/abort_request", {"rid": scope.prefix})
-        self._start(self._chase(calls))
+        told = {"abort_all": True, "run": scope.run, "consumer": scope.consumer}
+        # First those who could still send a request to a replica that has heard of the abort.
+        await self._reach.other_gateways("/abort_request", told, request.headers)
+        reached = await self._reach.everyone("/abort_request", {"rid": scope.prefix})
+        self.chase(calls)
         return len(calls), reached
+
+    def chase(self, calls: set[Any]) -> None:
+        """See to it that these end."""
+        self._start(self._chase(calls))
 
     async def _chase(self, calls: set[Any]) -> None:
         """Abort again, one by one, what its replica had not begun when it was told, until all have ended."""
@@ -255,7 +258,7 @@ class Facade:
             pause = min(2 * pause, LAST_CHASE)
             calls = calls & self._dispatcher.calls
             late = [(c.replica.url, own) for c in calls if c.replica is not None for own in c.engine_ids]
-            await asyncio.gather(*(self._one(url, "/abort_request", {"rid": own}) for url, own in late))
+            await asyncio.gather(*(self._reach.one(url, "/abort_request", {"rid": own}) for url, own in late))
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -264,7 +267,7 @@ class Facade:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    data = await request.read()
+    data = await read_body(request)
     return json_object(data) if data else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,16 @@ from .routing import Replica
 
 # While a replica is not ready it is asked this often (seconds): a pause is shorter than the usual interval.
 IMPATIENT = 0.1
+# Many replicas are asked less often, so that asking does not keep the gateway from its work (per second).
+MOST_PROBES = 400.0
+# What an engine has in its queue is asked this often (seconds); our own requests are counted in between.
+LOADS_EVERY = 1.0
+LOADS = "/v1/loads?include=core"
+
+
+GARBAGE = (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, TypeError, RecursionError, KeyError)
+# Bytes of a status that are read.
+MOST_STATUS = 1 << 20
 
 
 class Fleet:
@@ -44,6 +54,7 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self.on_change: Callable[[Replica | None], None] = lambda replica: None
 
     @property
     def replicas(self) -> list[Replica]:
@@ -70,10 +81,11 @@ class Fleet:
                 probe.cancel()
             await asyncio.gather(*self._probes.values(), return_exceptions=True)
 
-    def notify(self) -> None:
-        """Wake everyone who waits for a change."""
+    def notify(self, replica: Replica | None = None) -> None:
+        """Wake everyone who waits for a change: of this replica, or of any."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change(replica)
 
     # -------------------------------------------------------------------------------- what requests learn
 
@@ -82,7 +94,7 @@ class Fleet:
         if replica.ready:
             self.evictions += 1
         replica.ready, replica.alive, replica.error = False, answered, error
-        self.notify()
+        self.notify(replica)
 
     def refused(self, replica: Replica, run: object, number: object) -> None:
         """A 409 said what the replica serves at this moment."""
@@ -110,38 +122,79 @@ class Fleet:
         for id_, url in addresses.items():
             if id_ not in self._replicas:
                 self._replicas[id_] = replica = Replica(id_, url)
-                self._probes[id_] = asyncio.create_task(self._keep_probing(replica))
+                self._probes[id_] = asyncio.create_task(self._follow_one(replica))
+
+    async def _follow_one(self, replica: Replica) -> None:
+        await asyncio.gather(self._keep_probing(replica), self._keep_counting(replica))
 
     async def _keep_probing(self, replica: Replica) -> None:
         while True:
             await self._probe(replica)
-            interval = (
-                self._interval if replica.ready or not replica.alive else min(self._interval, IMPATIENT)
-            )
+            interval = max(self._interval, len(self._replicas) / MOST_PROBES)
+            if replica.alive and not replica.ready:
+                interval = max(min(interval, IMPATIENT), interval / 4)
+            await asyncio.sleep(interval * self._rng.uniform(0.8, 1.2))
+
+    async def _keep_counting(self, replica: Replica) -> None:
+        """Apart from the probes: an engine that is slow to tell must not make its replica seem late."""
+        while True:
+            replica.tells = replica.ready and await self._queue(replica)
+            interval = max(LOADS_EVERY, len(self._replicas) / MOST_PROBES)
             await asyncio.sleep(interval * self._rng.uniform(0.8, 1.2))
 
     async def _probe(self, replica: Replica) -> None:
         before = (replica.alive, replica.ready)
         try:
             async with self._session.get(f"{replica.url}/ready", timeout=self._timeout) as response:
-                status: Any = json.loads(await response.read())
+                status: Any = json.loads(await _bounded(response))
                 ready = response.status == 200 and status.get("ready") is True
                 active = int(status.get("active_requests") or 0)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError, TypeError) as error:
+        except (*GARBAGE, OSError) as error:
             replica.alive = replica.ready = False
             replica.error = f"{type(error).__name__}: {error}".rstrip(": ")
         else:
             replica.alive, replica.ready = True, ready
-            replica.others = max(0, active - replica.in_flight)
+            if not replica.tells:
+                replica.others = max(0, active - replica.in_flight)
             replica.error = None if ready else str(status.get("why_not_ready") or "not ready")
             self._serves(replica, _version(status.get("run"), status.get("weight_version")))
         if before != (replica.alive, replica.ready):
-            self.notify()
+            self.notify(replica)
+
+    async def _queue(self, replica: Replica) -> bool:
+        """Ask the engine for its queue; whether it tells."""
+        ours = replica.sequences
+        try:
+            async with self._session.get(f"{replica.url}{LOADS}", timeout=self._timeout) as response:
+                if response.status != 200:
+                    return False
+                queued = _queued(json.loads(await _bounded(response)))
+        except (*GARBAGE, OSError):
+            return False
+        # What we sent it meanwhile is no other's.
+        replica.others = max(0, queued - max(ours, replica.sequences))
+        return True
 
     def _serves(self, replica: Replica, version: PolicyVersion | None) -> None:
         if replica.serving != version:
             replica.serving = version
-            self.notify()
+            self.notify(replica)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body of a status. Raises ValueError for one without an end."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MOST_STATUS:
+            raise ValueError(f"the status exceeds {MOST_STATUS} bytes")
+    return bytes(body)
+
+
+def _queued(answer: Any) -> int:
+    """The sequences that an engine runs and holds, over all its data-parallel ranks. Raises GARBAGE."""
+    loads = answer["loads"]
+    return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
 
 def admitted_version(headers: Mapping[str, str]) -> PolicyVersion | None:

@@ -24,7 +24,8 @@ class Replica:
     """What the gateway believes of one replica; all of it may be out of date.
 
     ``in_flight``: our requests there; ``sequences``: the sequences that they generate, which is what an
-    engine queues. ``others``: what the engine had of others at the last probe.
+    engine queues. ``others``: what the engine had of others when it was last asked, as it ``tells``, or else
+    what the replica's gate had.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Replica:
     in_flight: int = 0
     sequences: int = 0
     others: int = 0
+    tells: bool = False
     error: str | None = "not probed yet"
     seed: int = field(init=False)
 

@@ -1,0 +1,94 @@
+"""What a gateway tells replicas, and other gateways, beside the requests that it routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from stitch_core.ports import Pool
+from stitch_core.versions import VersionConstraint
+
+from .attempt import FAILURES
+from .fleet import Fleet
+from .routing import Replica
+
+# On what one gateway passes to another, which passes it no further.
+HEADER_FORWARDED = "x-stitch-forwarded"
+# Replicas are woken for requests that wait at most this often (seconds).
+WAKE_EVERY = 1.0
+
+
+class Reach:
+    """Posts, best effort; owned by one event loop."""
+
+    def __init__(
+        self, fleet: Fleet, session: aiohttp.ClientSession, timeout: float, peers: Pool | None = None
+    ) -> None:
+        """``timeout``: seconds of one post. ``peers``: the other gateways; this one may be among them."""
+        self._fleet = fleet
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._peers = peers
+        self._wanted: set[VersionConstraint] = set()
+        self._waking: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        if self._waking is not None:
+            self._waking.cancel()
+            await asyncio.gather(self._waking, return_exceptions=True)
+
+    async def everyone(self, path: str, body: dict[str, Any]) -> int:
+        """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
+        posts = [self.one(replica.url, path, body) for replica in self._fleet.replicas]
+        return sum(await asyncio.gather(*posts))
+
+    async def one(
+        self, url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> bool:
+        try:
+            async with self._session.post(
+                url + path, json=body, headers=headers, timeout=self._timeout
+            ) as answer:
+                return answer.status < 300
+        except FAILURES:
+            return False
+
+    async def other_gateways(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> int:
+        """POST to every other gateway; how many took it."""
+        if self._peers is None or HEADER_FORWARDED in headers:
+            return 0
+        try:
+            async with asyncio.timeout(self._timeout.total):
+                found = await self._peers.replicas()
+        except Exception:  # a pool that fails must not take the abort down
+            return 0
+        passed = {HEADER_FORWARDED: "1"}
+        if "authorization" in headers:
+            passed["authorization"] = headers["authorization"]
+        return sum(await asyncio.gather(*(self.one(peer.url, path, body, passed) for peer in found)))
+
+    def wake(self, constraint: VersionConstraint) -> None:
+        """A request waits for this: tell the replicas that may get there to look at the store now."""
+        self._wanted.add(constraint)
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._wake())
+
+    async def _wake(self) -> None:
+        while self._wanted:
+            wanted, self._wanted = self._wanted, set()
+            late = [r for r in self._fleet.replicas if r.alive and any(_behind(r, each) for each in wanted)]
+            await asyncio.gather(*(self.one(replica.url, "/wake", {}) for replica in late))
+            await asyncio.sleep(WAKE_EVERY)
+
+
+def _behind(replica: Replica, wanted: VersionConstraint) -> bool:
+    """Whether the replica may come to serve it."""
+    serving = replica.serving
+    if serving is None or wanted.run not in (None, serving.run):
+        return True
+    number = max(v for v in (wanted.min_version, wanted.exact_version, -1) if v is not None)
+    return serving.number < number
