@@ -23,6 +23,7 @@ from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .anchoring import ReplicaAnchors
 from .child import obey, tell
 from .fetching import Fetcher
+from .room import free_room
 from .staging import Stager
 
 STORE_SECONDS = 60.0
@@ -57,7 +58,7 @@ async def serve(
         store, ChainReader(store), HostCheckpoint(host_dir, PosixFiles()), boot, files=PosixFiles(),
         clock=SystemClock(), rng=random.Random(), run_blocking=asyncio.to_thread,
         activity=lambda activity: tell(activity=activity, fetching=stager.fetching),
-        fetcher=fetcher, anchors=anchors,
+        fetcher=fetcher, anchors=anchors, room=free_room,
     )  # fmt: skip
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:

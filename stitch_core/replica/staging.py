@@ -22,10 +22,15 @@ from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
 from .anchoring import ReplicaAnchors
 from .fetching import Fetcher, Wanted
+from .room import gib
 
 
 class WrongBase(Exception):
     """The checkpoint that the engine booted from is not version 0 of the run: no delta can be applied."""
+
+
+class NoRoom(Exception):
+    """A version does not fit on this host; nothing was fetched for it."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,11 @@ class Stager:
         activity: Callable[[str], None],
         fetcher: Fetcher | None = None,
         anchors: ReplicaAnchors | None = None,
+        room: Callable[[Path], int] | None = None,
     ) -> None:
         """``activity`` is told what is going on, in a word or two; ``fetcher``: for threads or a cache;
-        ``anchors`` uploads fulls of what was staged.
+        ``anchors`` uploads fulls of what was staged; ``room``: bytes that can be written below a directory
+        (default: what the file system says).
         """
         self.host = host
         self.fetching: tuple[str, ...] = ()
@@ -81,6 +88,7 @@ class Stager:
         self._clock, self._rng, self._run_blocking, self._activity = clock, rng, run_blocking, activity
         self._fetcher = fetcher or Fetcher(store, files, run_blocking, rng)
         self._anchors = anchors
+        self._room = room or files.free_bytes
         self._planner = Planner(store, chain)
         self._excluded: set[str] = set()
         self._missing: set[str] = set()
@@ -109,6 +117,7 @@ class Stager:
             await self._check_base(version0)
         await self._open(version0)
         plan = await self._plan(target, version0)
+        await self._run_blocking(self._check_room, plan)
         began = self._clock.monotonic()
         self.fetching = tuple(source.digest() for source in plan.sources)
         try:
@@ -140,6 +149,14 @@ class Stager:
             raise WrongBase(
                 f"the base checkpoint {self._boot} is not version 0 of run {version0.run}: its state is "
                 f"{state}, version 0 ({version0.representation.source}) has {version0.state}"
+            )
+
+    def _check_room(self, plan: Plan) -> None:
+        need, free = self.host.room_needed(plan), self._room(self.host.root)
+        if need > free:
+            raise NoRoom(
+                f"staging {plan.target.version} takes up to {gib(need)} ({need} bytes) at {self.host.root}, "
+                f"{gib(free)} ({free} bytes) are free"
             )
 
     async def _open(self, version0: Manifest) -> None:

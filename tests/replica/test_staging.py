@@ -16,6 +16,7 @@ from stitch_core.lineage import NoPlan
 from stitch_core.manifest import Manifest
 from stitch_core.ports import NotFound
 from stitch_core.publisher import Payload
+from stitch_core.replica.staging import NoRoom
 from stitch_core.safetensors import Tensor
 from stitch_core.state import state_digest
 from stitch_core.stores.transfer import DigestMismatch
@@ -82,6 +83,21 @@ async def test_c14_a_shard_that_is_absent_or_cut_short(f: Following) -> None:
     await refused(f, NotFound, key)
     f.memory.state.objects[key] = data[:-1]
     await refused(f, DigestMismatch, f"expected {len(data)} bytes, got {len(data) - 1}")
+
+
+async def test_a_version_that_does_not_fit_is_refused_with_numbers(f: Following) -> None:
+    """Before anything is fetched; served as soon as there is room."""
+    manifest = await f.publish_full()
+    stager = f.reconciler._stager
+    f.store.calls.clear()
+    stager._room = lambda path: 1000
+    await refused(
+        f, NoRoom, r"r/weight_v000002 takes up to .* GiB \(\d{4,} bytes\) at .*\(1000 bytes\) are free"
+    )
+    assert not [key for name, key in f.store.calls if name == "load" and key.endswith(".safetensors")]
+    stager._room = FILES.free_bytes
+    await f.catch_up()
+    f.check(manifest)
 
 
 async def test_a_404_costs_one_backoff_only(f: Following) -> None:

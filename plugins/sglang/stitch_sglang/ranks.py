@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stitch_core.replica.room import available_memory, gib
+
 from .messages import StitchStageReqInput, StitchStageReqOutput
-from .room import available_memory, gib
 
 logger = logging.getLogger(__name__)
 

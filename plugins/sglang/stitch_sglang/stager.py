@@ -18,7 +18,6 @@ from stitch_core.checkpoint import CheckpointError
 
 from .image import Image, Layout, storage_key
 from .reading import Reader
-from .room import gib
 from .shadow import Shadow, Survey, Unfit
 
 logger = logging.getLogger(__name__)
@@ -238,8 +237,3 @@ class RankStager:
                 f"{', '.join(wrong[:NAMED])}{more}"
             )
         self._kept = frozenset(kept)
-
-    def needs(self, ranks: int) -> tuple[int, str]:
-        """Bytes of memory that one more image for each of ``ranks`` takes, and that in words."""
-        need = ranks * self.layout.nbytes
-        return need, f"an image takes {gib(self.layout.nbytes)} on each of {ranks} ranks"

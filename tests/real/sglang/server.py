@@ -38,6 +38,7 @@ class SGLangServer:
         self, model: Path, scratch: Path, settings: Mapping[str, str], arguments: Sequence[str] = ()
     ) -> None:
         self.port = free_port()
+        self.headers: dict[str, str] = {}
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = scratch / f"sglang-{self.port}.log"
         command = [
@@ -66,9 +67,10 @@ class SGLangServer:
     async def call(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any, Any]:
         """Status, JSON (or text), headers."""
         timeout = aiohttp.ClientTimeout(options.pop("timeout", 120))
+        headers = {**self.headers, **options.pop("headers", {})}
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, self.url + path, json=body, **options) as response,
+            session.request(method, self.url + path, json=body, headers=headers, **options) as response,
         ):
             is_json = response.content_type == "application/json"
             return response.status, await (response.json() if is_json else response.text()), response.headers

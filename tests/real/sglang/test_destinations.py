@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
+from . import test_follower as from_disk
 from .checkpoints import random_weights, write
 from .server import SGLangServer
-from .test_follower import (
-    test_a_corrupt_version_is_said_and_the_next_one_served,  # noqa: F401
-    test_a_full_disk_is_said_and_survived,  # noqa: F401
-    test_a_generation_across_an_activation_says_so,  # noqa: F401
-    test_a_host_directory_that_cannot_be_written_is_said_and_survived,  # noqa: F401
-    test_a_staging_process_that_is_killed_is_replaced,  # noqa: F401
-    test_a_store_that_is_gone_is_said_and_survived,  # noqa: F401
-    test_c20_a_client_that_leaves_ends_its_generation,  # noqa: F401
-    test_new_weights_are_served_and_old_kv_is_not_used,  # noqa: F401
-)
 from .world import World
 
 pytestmark = pytest.mark.real
@@ -122,3 +113,19 @@ async def test_weights_that_do_not_change_are_only_relabelled(world: Pair) -> No
     assert answer["meta_info"]["weight_version"] == str(number)
     await world.serves(world.publish(1))
     assert (await said(world))["last_update"]["destination"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(from_disk.test_new_weights_are_served_and_old_kv_is_not_used, id="c12"),
+        pytest.param(from_disk.test_a_generation_across_an_activation_says_so, id="c11"),
+        pytest.param(from_disk.test_c20_a_client_that_leaves_ends_its_generation, id="c20"),
+        pytest.param(from_disk.test_a_store_that_is_gone_is_said_and_survived, id="store gone"),
+        pytest.param(from_disk.test_a_full_disk_is_said_and_survived, id="disk full"),
+        pytest.param(from_disk.test_a_staging_process_that_is_killed_is_replaced, id="stager killed"),
+        pytest.param(from_disk.test_a_corrupt_version_is_said_and_the_next_one_served, id="c09, c14"),
+    ],
+)
+async def test_the_same_as_from_disk(world: Pair, what: Callable[[World], Awaitable[None]]) -> None:
+    await what(world)

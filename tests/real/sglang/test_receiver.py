@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.files import PosixFiles
+from stitch_core.safetensors import Tensor
+from stitch_core.testing.checkpoints import write_checkpoint
 from stitch_core.versions import directory_name
 
 from .checkpoints import random_weights, to_publish, write
@@ -25,6 +28,7 @@ from .server import SGLangServer
 pytestmark = pytest.mark.real
 
 FILES = PosixFiles()
+ADMIN = "s3cret"
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 
 
@@ -43,7 +47,9 @@ class Trainer:
             "STITCH_RECEIVE": "job", "STITCH_ROOTS": str(self.roots), "STITCH_KV_MODE": "retract",
             "STITCH_ID": "receiver", "STITCH_PIN_DRAIN": "20", "STITCH_HOST_DIR": str(scratch / "host"),
         }  # fmt: skip
-        self.server = SGLangServer(self.boot, scratch, settings, ("--disable-overlap-schedule",))
+        arguments = ("--disable-overlap-schedule", "--admin-api-key", ADMIN)
+        self.server = SGLangServer(self.boot, scratch, settings, arguments)
+        self.server.headers = {"Authorization": f"Bearer {ADMIN}"}
 
     def write(self, seed: int) -> int:
         """The weights of ``seed`` as the next delta directory."""
@@ -72,6 +78,17 @@ class Trainer:
     async def update(self, number: int, **changes: Any) -> tuple[int, Any]:
         body = {"model_path": str(self.local), "weight_version": str(number)}
         return await self.post("/update_weights_from_disk", **{**body, **changes})
+
+    def write_full(self, tensors: dict[str, Tensor], shards: int = 2) -> Path:
+        """A checkpoint as the next version, whose index names no digests."""
+        self.number += 1
+        directory = self.source / directory_name(self.number)
+        write_checkpoint(directory, FILES, tensors, shards)
+        return directory
+
+    async def said(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self.server.call("GET", "/stitch/status"))[1]
+        return answer
 
     async def move(self, number: int) -> None:
         """As slime does it; a status that is no success ends its run."""
@@ -208,6 +225,121 @@ async def test_a_corrupt_source_changes_nothing_and_is_repaired(trainer: Trainer
     await trainer.move(number)
 
 
+@pytest.mark.parametrize("destination", ["cpu", "disk"])
+async def test_activate_weights_activates_what_was_pulled(trainer: Trainer, destination: str) -> None:
+    number = trainer.write(7)
+    status, answer = await trainer.post("/activate_weights", target_version=number)
+    assert (status, answer["success"]) == (400, False)
+    assert (await trainer.pull(number, destination=destination))[0] == 200
+    waits = (await trainer.said())["staged"]
+    assert (waits is not None) == (destination == "cpu")
+    assert (await trainer.post("/activate_weights", target_version=number + 1))[0] == 400
+    for _ in range(2):
+        status, answer = await trainer.post("/activate_weights", target_version=number)
+        assert (status, answer["success"]) == (200, True), answer
+    assert (await trainer.said())["last_update"]["destination"] == destination
+    assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(number)
+    assert (await trainer.post("/activate_weights", target_version="x"))[0] == 400
+    assert (await trainer.pull(number + 1, destination="gpu"))[0] == 400
+    trainer.write(2)
+    await trainer.move(trainer.number)
+
+
+async def test_the_admin_key_guards_what_moves_weights(trainer: Trainer) -> None:
+    for path in ("/pull_weights", "/activate_weights", "/update_weights_from_disk", "/wake"):
+        status, _, _ = await trainer.server.call("POST", path, {}, headers={"Authorization": "Bearer other"})
+        assert status == 401, path
+
+
+async def test_a_newer_pull_supersedes_the_one_that_runs(trainer: Trainer) -> None:
+    """While the older one is on its way into the host's copy, here made to last."""
+    (worker,) = trainer.server.children("pull_worker")
+    older, newer = trainer.write(3), trainer.write(4)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        pulls = []
+        for number in (older, newer):
+            pulls.append(asyncio.ensure_future(trainer.pull(number)))
+            await asyncio.sleep(0.5)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    (old_status, old), (new_status, _) = await asyncio.gather(*pulls)
+    assert (old_status, old["success"]) == (400, False)
+    assert f"superseded by {newer}" in old["message"]
+    assert new_status == 200
+    await trainer.move(newer)
+
+
+async def test_a_pull_whose_worker_is_killed_is_repeated(trainer: Trainer) -> None:
+    (worker,) = trainer.server.children("pull_worker")
+    served, number = (await trainer.status())["applied"], trainer.write(5)
+    os.kill(worker, signal.SIGSTOP)
+    pull = asyncio.ensure_future(trainer.pull(number))
+    await asyncio.sleep(0.5)
+    os.kill(worker, signal.SIGKILL)
+    assert (await pull)[0] == 400
+    assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
+    await trainer.move(number)
+
+
+def without(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def extra(tensors: dict[str, Tensor]) -> None:
+    tensors["model.other.weight"] = tensors["model.norm.weight"]
+
+
+def retyped(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"]._replace(dtype="F16")
+
+
+def reshaped(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"]._replace(shape=(8, 8))
+
+
+def lost(directory: Path) -> str:
+    (shard, _) = sorted(directory.glob("*.safetensors"))
+    shard.unlink()
+    return shard.name
+
+
+def cut(directory: Path) -> str:
+    (shard, _) = sorted(directory.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    return shard.name
+
+
+@pytest.mark.parametrize("destination", ["cpu", "disk"])
+@pytest.mark.parametrize("harm", [without, extra, retyped, reshaped, lost, cut])
+async def test_c14_a_full_that_does_not_fit_is_refused_with_its_name(
+    trainer: Trainer, harm: Callable[[Any], Any], destination: str
+) -> None:
+    served = await trainer.server.generate(PROMPT)
+    tensors = to_publish(random_weights(8))
+    name = "model.other.weight" if harm is extra else "model.norm.weight"
+    if harm in (lost, cut):
+        directory = trainer.write_full(tensors)
+        name = harm(directory)
+    else:
+        harm(tensors)
+        trainer.write_full(tensors)
+    status, answer = await trainer.pull(trainer.number, destination=destination)
+    assert (status, answer["success"]) == (400, False)
+    assert name in answer["message"]
+    assert (await trainer.post("/activate_weights", target_version=trainer.number))[0] == 400
+    after = await trainer.server.generate(PROMPT)
+    assert after["output_ids"] == served["output_ids"]
+    assert after["meta_info"]["weight_version"] == served["meta_info"]["weight_version"]
+
+
+async def test_a_full_is_staged_and_served(trainer: Trainer) -> None:
+    trainer.write_full(to_publish(random_weights(8)))
+    await trainer.move(trainer.number)
+    assert (await trainer.said())["last_update"]["destination"] == "cpu"
+    assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(trainer.number)
+
+
 async def test_every_other_way_to_change_weights_is_refused(trainer: Trainer) -> None:
     for path in (
         "/update_weights_from_tensor",
@@ -249,9 +381,9 @@ def change_shards(directory: Path, change: Callable[[dict[str, torch.Tensor]], N
 
 
 async def test_an_update_that_fails_midway_ends_the_replica(trainer: Trainer) -> None:
-    """C04: weights that nobody can vouch for are never served. The last test of this server."""
+    """C04, C05, C23: weights that nobody can vouch for are never served. The last test of this server."""
     number = trainer.write(8)
-    assert (await trainer.pull(number))[0] == 200
+    assert (await trainer.pull(number, destination="disk"))[0] == 200
     name = "model.norm.weight"
     change_shards(
         trainer.scratch / "host", lambda tensors: tensors.__setitem__(name, tensors[name][:-1].clone())

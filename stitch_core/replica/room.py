@@ -1,7 +1,8 @@
-"""How much memory there is to take: of the machine, and of the control groups that this process is in."""
+"""How much room there is: memory, of the machine and of this process's control groups, and disk."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,28 @@ def _headroom(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
         return
     if most != "max":
         yield int(most) - used + int(stat.get(cache, 0))
+
+
+def free_room(path: Path, root: Path = Path("/")) -> int:
+    """Bytes that can be written below ``path``: no more than the memory, where that is a tmpfs."""
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    return min(free, available_memory(root)) if _kind(path, root) in ("tmpfs", "ramfs") else free
+
+
+def _kind(path: Path, root: Path) -> str:
+    """The type of the file system, from proc_pid_mounts(5); "" where that is not told."""
+    try:
+        lines = (root / "proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    path, found = path.resolve(), ("", "")
+    for line in lines:
+        _, at, kind, *_ = line.split()
+        at = at.replace("\\040", " ")
+        if len(at) >= len(found[0]) and (path == Path(at) or Path(at) in path.parents):
+            found = at, kind
+    return found[1]
 
 
 def gib(nbytes: int) -> str:

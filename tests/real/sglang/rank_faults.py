@@ -1,0 +1,35 @@
+"""Faults of one rank, on demand: a plugin of SGLang beside Stitch's, copied to where a test's server looks.
+
+A fault happens on rank 1 while there is a file of its name in the directory FAULTS.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def register() -> None:
+    from stitch_sglang.image import Image
+    from stitch_sglang.reading import Reader
+
+    copy, read = Image.copy_to_live, Reader._read
+
+    def wanted(name: str) -> bool:
+        import torch
+
+        return (Path(os.environ["FAULTS"]) / name).exists() and torch.distributed.get_rank() == 1
+
+    def copy_to_live(self, numbers):
+        numbers = list(numbers)
+        if not wanted("copy"):
+            return copy(self, numbers)
+        copy(self, numbers[:1])
+        raise RuntimeError("a fault after the first segment")
+
+    def read_tensor(self, name, ref):
+        if wanted("read"):
+            raise OSError(f"a fault at {name}")
+        return read(self, name, ref)
+
+    Image.copy_to_live, Reader._read = copy_to_live, read_tensor
