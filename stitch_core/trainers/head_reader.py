@@ -26,7 +26,8 @@ class HeadReader:
         read waits for a store that does not answer."""
         self.run = run
         self._loop = LoopThread("stitch-head")
-        self._chain = ChainReader(BoundedStore(open_store(), READ_SECONDS))
+        self._store = BoundedStore(open_store(), READ_SECONDS)
+        self._chain = ChainReader(self._store)
         self._fresh_for = fresh_for
         self._retry = Retry(attempts=None, deadline=patience)
         self._last: tuple[float, Head] | None = None
@@ -47,3 +48,10 @@ class HeadReader:
         if self._last is not None and time.monotonic() - self._last[0] < self._fresh_for:
             return self._last[1]
         return self.read()
+
+    def close(self) -> None:
+        """Let go of the store and end the thread. Closing twice is fine."""
+        if self._loop.closed:
+            return
+        self._loop.run(self._store.close())
+        self._loop.close()

@@ -81,6 +81,12 @@ class OwnDelta:
         """Wait for what is on its way; collective. Raises RanksFailed."""
         self._settle(everything=True)
 
+    def close(self) -> None:
+        """Wait for what is on its way, say nothing of how it ends (``flush`` does), and end all threads."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._publisher.close()
+
     def _started(
         self, names: list[list[str]], mine: list[str], number: int
     ) -> tuple[DeltaEncoder, Pipeline[None]]:

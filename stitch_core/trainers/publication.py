@@ -205,11 +205,15 @@ class GroupPublisher:
             logger.warning("%s", late)
 
     def close(self) -> None:
-        """Let go of the store. Nothing may be running."""
-        if self._prover is not None:
-            self._loop.run(self._prover.close())
-        self._loop.run(self._store.close())
-        self._loop.close()
+        """Let go of the store and end the thread. Nothing may be running. Closing twice is fine."""
+        if self._loop.closed:
+            return
+        try:
+            if self._prover is not None:
+                self._loop.run(self._prover.close())
+        finally:
+            self._loop.run(self._store.close())
+            self._loop.close()
 
     # ---------------------------------------------------------------------------------------- rank 0 only
 
