@@ -19,17 +19,19 @@ from tests.modal.fake import Cloud
 
 
 class TestTwoContainers(StoreTests):
+    writers = 4
+
     @pytest.fixture
     async def store(self, cloud: Cloud) -> AsyncIterator[ModalStore]:
         cloud.write({"elsewhere/k": b"not of this store"})
-        store = cloud.store("a", prefix="x/y/")
+        store = cloud.store("a", prefix="x/y/", visible_after=0.02)
         yield store
         await store.close()
         assert cloud.committed()["elsewhere/k"] == b"not of this store"
 
     @pytest.fixture
     async def second_store(self, store: ModalStore, cloud: Cloud) -> AsyncIterator[ModalStore]:
-        second = cloud.store("b", prefix="x/y/")
+        second = cloud.store("b", prefix="x/y/", visible_after=0.02)
         yield second
         await second.close()
 
@@ -65,7 +67,7 @@ class TestFromOutside(TestTwoContainers):
         await second.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestOnlyFromOutside(TestTwoContainers):
     @pytest.fixture
     async def store(self, cloud: Cloud) -> AsyncIterator[ModalStore]:
@@ -81,8 +83,9 @@ class TestOnlyFromOutside(TestTwoContainers):
 
 
 @pytest.mark.parametrize(
-    ("mounted", "examples"), [(True, 2), pytest.param(True, 5, marks=pytest.mark.slow),
-                              pytest.param(False, 4, marks=pytest.mark.slow)]
+    ("mounted", "examples"),
+    [pytest.param(mounted, examples, marks=mark)
+     for examples, mark in ((3, pytest.mark.slow), (100, pytest.mark.long)) for mounted in (True, False)],
 )  # fmt: skip
 def test_machine(cloud: Cloud, mounted: bool, examples: int) -> None:
     @contextlib.contextmanager

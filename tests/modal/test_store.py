@@ -114,14 +114,14 @@ async def test_a_claim_whose_answer_never_comes(cloud: Cloud, reads: bool) -> No
 
     def lost(call: str, container: Container | None, request: Any) -> None:
         if call == "DictUpdate":
-            raise GRPCError(Status.INTERNAL, "the answer was lost")
+            raise GRPCError(Status.DATA_LOSS, "the answer was lost")
 
     seen = []
 
     def unread(call: str, container: Container | None, request: Any) -> GRPCError | None:
         seen.append(call)
         failing = call == "DictGet" and "DictUpdate" in seen and not reads
-        return GRPCError(Status.INTERNAL, "no answer") if failing else None
+        return GRPCError(Status.DATA_LOSS, "no answer") if failing else None
 
     cloud.manners.after, cloud.manners.fail = lost, unread
     if reads:
