@@ -18,6 +18,7 @@ from typing import Any
 from .. import logs
 from ..metrics import Registry
 from ..metrics_export import VARIABLE, BadTarget, Exporter
+from ..replica.auth import FILE_VARIABLE, TEXT_VARIABLE, Tokens, exposed
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..versions import VersionError, check_run_id
@@ -58,6 +59,23 @@ def add_base(parser: argparse.ArgumentParser) -> None:
         "--base", required=True, type=absolute_path, metavar="DIR",
         help="the Hugging Face checkpoint directory that is version 0 of the run",
     )  # fmt: skip
+
+
+def add_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--token-file", type=absolute_path, metavar="FILE",
+        help="lines 'ROLE[,ROLE] TOKEN' (generate, read, admin); read again when it changes. Without one, "
+        f"{FILE_VARIABLE} or {TEXT_VARIABLE}, everybody may do everything",
+    )  # fmt: skip
+
+
+def tokens_of(options: argparse.Namespace) -> Tokens | None:
+    """The tokens that are asked for; a warning where others may reach a server without any."""
+    tokens = Tokens.given(options.token_file)
+    warning = exposed(options.host, tokens)
+    if warning:
+        say(warning)
+    return tokens
 
 
 def add_metrics(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from ..ports import Store, SystemClock
 from ..replica.activation import ActivationSettings
 from ..replica.admission import Gate
 from ..replica.anchoring import ReplicaAnchors
+from ..replica.auth import Guard
 from ..replica.engines import OpenedEngine, open_engine
 from ..replica.fetching import FETCH_THREADS, Fetcher
 from ..replica.metering import Metered, ReplicaMetrics
@@ -41,6 +42,7 @@ from .common import (
     add_base,
     add_command,
     add_store,
+    add_tokens,
     check_name,
     emit,
     interval,
@@ -51,6 +53,7 @@ from .common import (
     say,
     seconds,
     stop_on_signals,
+    tokens_of,
 )
 
 
@@ -98,6 +101,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--poll", type=interval, default=5.0, metavar="S", help="seconds between looks at the store (5)"
     )
+    add_tokens(parser)
     add_cache(parser)
     parser.add_argument(
         "--anchor-every", type=positive, metavar="K",
@@ -135,6 +139,7 @@ async def run(options: argparse.Namespace) -> int:
     follow = _follow(options)
     _check_address(options.address)
     _check_host_dir(options.host_dir)
+    options.tokens = tokens_of(options)
     stop = stop_on_signals()
     temporary = None
     listener = listen(options.host, options.port)
@@ -262,10 +267,11 @@ async def _serve(
         logs.set_context(lambda: {"replica": replica_id, **_versions(gate, reconciler)})
         metrics = ReplicaMetrics(gate, clock, reconciler.status)
         metrics.follow(reconciler)
+        guarded = Guard(Metered(app, metrics, clock), options.tokens)
         url = _url(options, listener)
         announcer = Announcer(store, reconciler, replica_id, url)
         emit({"id": replica_id, "url": url}, options.json, lambda: f"replica {replica_id} listens on {url}")
         await live(
-            reconciler, announcer, stop, lambda end: serve(Metered(app, metrics, clock), listener, end),
+            reconciler, announcer, stop, lambda end: serve(guarded, listener, end),
             gate=gate, clock=clock, drain=options.drain,
         )  # fmt: skip

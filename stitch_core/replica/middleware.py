@@ -50,6 +50,9 @@ from .stamp import GenerateStamper, OpenAIStamper, Stamper
 # Ends an id that a client chose. Engines abort by prefix: without an end, "req-1" would take "req-10" along.
 ID_END = "~"
 
+# Fields of an engine's own /server_info that are nobody's business.
+SECRETS = frozenset(("api_key", "admin_api_key", "ssl_keyfile_password"))
+
 # Not passed on: what no longer fits the changed body, what is meant for us, what would compress the answer.
 _DROPPED = (
     "accept-encoding", "content-encoding", "content-length", "transfer-encoding", "expect",
@@ -237,6 +240,7 @@ class StitchMiddleware:
             code, fields = 500, {"error": repr(error)}
         if code != 200 or not isinstance(fields, dict):
             fields = {"engine_error": {"status": code, "body": fields}}
+        fields = {key: value for key, value in fields.items() if key not in SECRETS}
         ours = {**self._summary(), "stitch": self._status()}
         await send_json(send, 200, {**fields, **ours}, head=head)
 

@@ -16,11 +16,13 @@ import aiohttp
 from aiohttp import web
 
 from stitch_core.ports import Pool, Store
+from stitch_core.replica.auth import Tokens
 from stitch_core.replica.server import listen
 from stitch_core.requests import Refused, json_object
 from stitch_core.versions import Refusal, VersionError, check_run_id, unavailable
 
 from .attempt import FAILURES, Attempt
+from .auth import GatewayGuard
 from .call import parse_call
 from .connection import Runner
 from .consumer_rules import RulesView
@@ -49,7 +51,8 @@ class GatewaySettings:
 
     ``facade``: answer a stock trainer as one engine with its router, whose ``/server_info`` has the fields
     of ``engine``. ``lag``: versions by which an answer to the default consumer may be behind the head, which
-    is read every ``head_poll``; a facade that can read it allows none unless told. Raises VersionError.
+    is read every ``head_poll``; a facade that can read it allows none unless told. ``tokens`` are those
+    of who may ask, ``replica_token`` is what replicas want. Raises VersionError.
     """
 
     run: str | None = None
@@ -67,6 +70,8 @@ class GatewaySettings:
     drain: float = 60.0
     max_body: int = 64 << 20
     max_response: int = 256 << 20
+    tokens: Tokens | None = None
+    replica_token: Callable[[], str | None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.run is not None:
@@ -101,6 +106,7 @@ class Gateway:
         self.reach = Reach(self.fleet, session, settings.control, peers)
         self.dispatcher.on_held = self.reach.wake
         self.metrics = GatewayMetrics(self.dispatcher, self.consumers)
+        self.guard = GatewayGuard(session, settings.tokens, settings.replica_token)
         self.facade = None
         if settings.facade:
             self.facade = Facade(
@@ -109,9 +115,8 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The aiohttp application, for a ``Runner``: its connections leave bodies as they were sent."""
-        app = web.Application(
-            client_max_size=self._settings.max_body, middlewares=[self.metrics.middleware, envelope]
-        )
+        middlewares = [self.metrics.middleware, self.guard.middleware, envelope]
+        app = web.Application(client_max_size=self._settings.max_body, middlewares=middlewares)
         app.router.add_route("*", "/{path:.*}", Router(self.routes()).__call__)
         return app
 
@@ -135,6 +140,8 @@ class Gateway:
         for name, value in request.headers.items():
             key = name.lower()
             headers[key] = f"{headers[key]}, {value}" if key in headers else value
+        if self.guard.keeps_tokens:
+            headers.pop("authorization", None)
         body = await read_body(request)
         call = await parse_call(path_of(request), body, headers, self.consumers, self._settings.hold)
         return await self.dispatcher.run(request, call)

@@ -9,7 +9,9 @@ from typing import Any
 from stitch_core.cli.common import (
     Commands,
     UsageError,
+    absolute_path,
     add_command,
+    add_tokens,
     emit,
     interval,
     key_values,
@@ -17,8 +19,10 @@ from stitch_core.cli.common import (
     port,
     seconds,
     stop_on_signals,
+    tokens_of,
 )
 from stitch_core.ports import Pool, Store, SystemClock
+from stitch_core.replica.auth import REPLICA_VARIABLE, outgoing
 from stitch_core.versions import check_run_id, request_scope
 
 
@@ -57,6 +61,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--head-poll", type=interval, default=0.5, metavar="S", help="between looks at the head (0.5)"
     )
+    add_tokens(parser)
+    parser.add_argument(
+        "--replica-token-file", type=absolute_path, metavar="FILE",
+        help=f"the token that replicas want; read again when it changes (or {REPLICA_VARIABLE})",
+    )  # fmt: skip
     parser.add_argument(
         "--facade",
         action="store_true",
@@ -79,6 +88,8 @@ def _lag(text: str) -> int:
 async def run(options: argparse.Namespace) -> int:
     from .pools import StaticPool, StorePool
 
+    options.tokens = tokens_of(options)
+    options.replica_token = outgoing(options.replica_token_file)
     if options.run_id:
         check_run_id(options.run_id)
     request_scope("run", options.consumer)
@@ -107,6 +118,7 @@ async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -
         pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
         consumer=options.consumer, lag=options.lag, head_poll=options.head_poll, facade=options.facade,
         engine=_engine_fields(options.engine), store=store, on_ready=ready, stop=stop_on_signals(),
+        tokens=options.tokens, replica_token=options.replica_token,
     )  # fmt: skip
 
 
