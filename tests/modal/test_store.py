@@ -29,7 +29,7 @@ from stitch_core.ports import (
 from stitch_modal.cells import Cell
 from stitch_modal.errors import Refused, translate
 from stitch_modal.host import Host, dict_name
-from stitch_modal.store import DEAD_AFTER, FORGET_AFTER, STALE_AFTER, ModalStore, open_url
+from stitch_modal.store import DEAD_AFTER, FORGET_AFTER, LOOK_AGAIN, STALE_AFTER, ModalStore, open_url
 from stitch_modal.url import Location
 from tests.modal.fake import WEEK, Cloud, Container
 
@@ -398,22 +398,45 @@ async def test_a_second_winner_is_found_out(cloud: Cloud) -> None:
     one of the two, and the other writer's next swap is refused."""
     stores = [cloud.store(name) for name in "ab"]
     tag = await stores[0].swap("head", None, b"0")
-    for store in stores:
-        await store.load("head")
+    await stores[1].load("head")
+    claim, won = stores[0]._cells.claim, []
+
+    def be_late(key: str, number: int, cell: Cell) -> Cell:
+        won.append(asyncio.run_coroutine_threadsafe(stores[1].swap("head", tag, b"b"), loop).result(10))
+        cloud.dicts.clear()
+        return claim(key, number, cell)
+
+    loop = asyncio.get_running_loop()
+    stores[0]._cells.claim = be_late  # type: ignore[method-assign]
     mine = await stores[0].swap("head", tag, b"a")
-    cloud.dicts.clear()
-    # This one has not looked at the files since, nor does the Dict tell it.
-    yours = await stores[1].swap("head", tag, b"b")
+    stores[0]._cells.claim = claim  # type: ignore[method-assign]
+    (yours,) = won
     readers = [cloud.store(name) for name in "cd"]
     found = [await reader.load("head") for reader in readers]
     assert found[0] == found[1]
     assert found[0].tag in (mine, yours)
-    fresh = await readers[0].swap("head", found[0].tag, b"next")
     loser, lost = (stores[1], yours) if found[0].tag == mine else (stores[0], mine)
+    await asyncio.sleep(0.06)
     with pytest.raises(Conflict):
         await loser.swap("head", lost, b"loser")
-    assert (await loser.load("head")).tag == fresh
+    assert await loser.load("head") == found[0]
     await asyncio.gather(*(store.close() for store in (*stores, *readers)))
+
+
+async def test_what_is_removed_by_hand_is_not_brought_back(cloud: Cloud) -> None:
+    later = Later(cloud)
+    store, other = cloud.store("a", clock=later), cloud.store("b", clock=later)
+    await store.swap("runs/a/head", None, b"0")
+    await asyncio.sleep(0.06)
+    assert (await other.load("runs/a/head")).data == b"0"
+    cloud.write(dict.fromkeys(cloud.committed()))
+    later.sleep(LOOK_AGAIN + 1)
+    await asyncio.sleep(0.06)
+    for each in (store, other):
+        with pytest.raises(NotFound):
+            await each.load("runs/a/head")
+    assert cloud.committed() == {}
+    await asyncio.gather(store.close(), other.close())
 
 
 async def test_deletions_are_remembered_for_weeks_and_forgotten(cloud: Cloud) -> None:
