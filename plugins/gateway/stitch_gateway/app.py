@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -33,6 +34,7 @@ from .fleet import Fleet
 from .front import Router, envelope, path_of, read_body
 from .head_view import Heads
 from .metrics import GatewayMetrics
+from .provenance import ProvenanceLog
 from .reach import HEADER_FORWARDED, Reach
 from .routing import Replica
 from .watch import Watch
@@ -51,7 +53,8 @@ class GatewaySettings:
 
     ``facade``: answer a stock trainer as one engine with its router, whose ``/server_info`` has the fields
     of ``engine``. ``lag``: versions by which an answer to the default consumer may be behind the head, which
-    is read every ``head_poll``; a facade that can read it allows none unless told. ``tokens`` are those
+    is read every ``head_poll``; a facade that can read it allows none unless told. ``provenance``: the
+    directory of the log of what made which answer. ``tokens`` are those
     of who may ask, ``replica_token`` is what replicas want. Raises VersionError.
     """
 
@@ -70,6 +73,7 @@ class GatewaySettings:
     drain: float = 60.0
     max_body: int = 64 << 20
     max_response: int = 256 << 20
+    provenance: Path | None = None
     tokens: Tokens | None = None
     replica_token: Callable[[], str | None] = lambda: None
 
@@ -255,6 +259,7 @@ async def open_gateway(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, **_watched_sockets())
     async with aiohttp.ClientSession(connector=connector, json_serialize=json.dumps) as session:
         gateway = Gateway(pool, session, settings, rng, heads, rules, peers)
+        log = gateway.dispatcher.attempt.log = _provenance(settings, heads)
         following = [asyncio.create_task(gateway.fleet.run())]
         if rules is not None:
             following.append(asyncio.create_task(rules.follow()))
@@ -269,6 +274,14 @@ async def open_gateway(
                 await gateway.facade.close()
             if heads is not None:
                 await heads.close()
+            if log is not None:
+                await asyncio.to_thread(log.close)
+
+
+def _provenance(settings: GatewaySettings, heads: Heads | None) -> ProvenanceLog | None:
+    if settings.provenance is None:
+        return None
+    return ProvenanceLog(settings.provenance, head=lambda run: heads.of(run).number if heads else None)
 
 
 def _watched_sockets() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from stitch_core.versions import HEADER_ADMITTED, HEADER_REPLICA, HEADER_RUN, Re
 from .call import Call
 from .connection import Connection
 from .fleet import Fleet, admitted_version
+from .provenance import ProvenanceLog, Trace
 from .routing import Replica
 
 PASSED_HEADERS = ("content-type", "retry-after", HEADER_ADMITTED, HEADER_RUN, HEADER_REPLICA)
@@ -52,6 +53,7 @@ class Attempt:
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._max_response = max_response
+        self.log: ProvenanceLog | None = None
 
     async def run(self, request: web.Request, call: Call, replica: Replica) -> web.StreamResponse | Again:
         """What to answer (a stream is already sent), or why to try again. Raises Refused."""
@@ -72,15 +74,19 @@ class Attempt:
     async def _judge(
         self, request: web.Request, call: Call, replica: Replica, answer: aiohttp.ClientResponse
     ) -> web.StreamResponse | Again:
+        trace = None
         if answer.status == 200:
             version = admitted_version(answer.headers)
             if version is None or not call.constraint.allows(version):
                 return self._failed(replica, f"it admitted the request under {version}", answered=True)
             self._fleet.answered(replica, version)
+            trace = self.log.trace(call, replica, version) if self.log else None
             if answer.content_type == "text/event-stream":
-                return await self._stream(request, replica, answer)
+                return await self._stream(request, replica, answer, trace)
         # Wholly read before anything is sent on: a replica that dies now costs time, not an error.
         body = await self._whole(answer)
+        if answer.status == 200 and trace is not None:
+            trace.end("whole", body)
         error = _error(body) if answer.status in (409, 503) else {}
         if answer.status == 503 and error.get("retry") != "never":
             # A gate that closed for a moment, as each does in an update, is no failure of its replica.
@@ -101,23 +107,37 @@ class Attempt:
         return bytes(body)
 
     async def _stream(
-        self, request: web.Request, replica: Replica, answer: aiohttp.ClientResponse
+        self,
+        request: web.Request,
+        replica: Replica,
+        answer: aiohttp.ClientResponse,
+        trace: Trace | None,
     ) -> web.StreamResponse:
         events = _whole_events(answer)
         # Before the response is begun: a failure up to here is one before the first byte.
         first = await anext(events, b"")
         response = web.StreamResponse(headers=_headers(answer, replica))
+        outcome = "left"
         try:
             await _to_client(response, request, first)
+            if trace is not None:
+                trace.feed(first)
             try:
                 async for data in events:
                     await _to_client(response, request, data)
+                    if trace is not None:
+                        trace.feed(data)
+                outcome = "whole"
             except FAILURES as error:
+                outcome = "cut"
                 self._failed(replica, _text(error), answered=False)
                 refusal = unavailable(f"the replica was lost in mid-stream: {_text(error)}")
                 await _to_client(response, request, with_data(b"", refusal.body()))
         except _ClientLeft:
             pass
+        finally:  # also when this is cancelled, as it is when the client leaves
+            if trace is not None:
+                trace.end(outcome)
         return response
 
 

@@ -61,6 +61,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--head-poll", type=interval, default=0.5, metavar="S", help="between looks at the head (0.5)"
     )
+    parser.add_argument(
+        "--provenance", type=absolute_path, metavar="DIR",
+        help="log there which versions made each answer, in files of 64 MiB of which 64 are kept for a host; "
+        "'stitch provenance' reads them",
+    )  # fmt: skip
     add_tokens(parser)
     parser.add_argument(
         "--replica-token-file", type=absolute_path, metavar="FILE",
@@ -118,7 +123,7 @@ async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -
         pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
         consumer=options.consumer, lag=options.lag, head_poll=options.head_poll, facade=options.facade,
         engine=_engine_fields(options.engine), store=store, on_ready=ready, stop=stop_on_signals(),
-        tokens=options.tokens, replica_token=options.replica_token,
+        provenance=options.provenance, tokens=options.tokens, replica_token=options.replica_token,
     )  # fmt: skip
 
 

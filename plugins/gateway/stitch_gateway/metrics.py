@@ -63,6 +63,10 @@ class GatewayMetrics:
             "stitch_gateway_evictions_total", "Replicas taken out of rotation by what happened to a request.",
             read=lambda: [((), fleet.evictions)], kind="counter",
         )  # fmt: skip
+        gauge(
+            "stitch_gateway_provenance_answers_total", "Answers in the provenance log, and not in it.",
+            ("outcome",), self._logged, "counter",
+        )  # fmt: skip
         dispatcher.on_acquired = self._held.observe
 
     async def page(self, request: web.Request) -> web.Response:
@@ -107,6 +111,11 @@ class GatewayMetrics:
         for run, numbers in sorted(served.items()):
             yield (run, "oldest"), min(numbers)
             yield (run, "newest"), max(numbers)
+
+    def _logged(self) -> Iterator[tuple[Labels, float]]:
+        if (log := self._dispatcher.attempt.log) is not None:
+            yield ("written",), log.written
+            yield ("dropped",), log.dropped
 
     def _head(self) -> Iterator[tuple[Labels, float | None]]:
         if (head := self._consumers.head) is not None:
