@@ -110,7 +110,9 @@ def test_machine(cloud: Cloud, mounted: bool, examples: int) -> None:
 async def test_kit_catches_a_dict_without_conditions(cloud: Cloud, tmp_path: Path, test: str) -> None:
     cloud.manners.conditions = False
     stores = [cloud.store(name) for name in "ab"]
-    method = getattr(StoreTests(), test)
+    kit = StoreTests()
+    kit.rounds = 100  # a claim that is read back is often right by chance
+    method = getattr(kit, test)
     given = dict(zip(list(inspect.signature(method).parameters), stores, strict=True))
     with pytest.raises(AssertionError):
         await method(**given)

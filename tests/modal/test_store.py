@@ -216,6 +216,23 @@ async def test_uploads_side_by_side_share_commits(cloud: Cloud) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("late", [0.0, 0.15])
+async def test_what_a_new_head_names_is_there(cloud: Cloud, late: float) -> None:
+    """The Dict tells of a head at once; a reader that has just reloaded has not seen its bytes yet."""
+    cloud.manners.visible_after = late
+    trainer, replica = cloud.store("a"), cloud.store("b", visible_after=0.8)
+    tag = await trainer.swap("head", None, b"0")
+    await asyncio.sleep(late)
+    await replica.load("head")
+    for number in range(3):
+        await replica.list("")
+        await trainer.create(f"v/{number}", b"x")
+        tag = await trainer.swap("head", tag, b"%d" % number)
+        assert (await replica.load("head")).data == b"%d" % number
+        assert await replica.read(f"v/{number}") == b"x"
+    await asyncio.gather(trainer.close(), replica.close())
+
+
 async def test_a_head_is_polled_without_reloads(cloud: Cloud) -> None:
     """A reload takes the mount away for a moment: only what is new and not there yet is worth one."""
     trainer, replica = cloud.store("a"), cloud.store("b", visible_after=0.01)
