@@ -98,23 +98,30 @@ class HttpServer:
 
 
 class Started:
-    """A fresh server in a process of its own, on a free port. ``stop`` ends it and all that it started."""
+    """A server in a process of its own, on a free port. ``stop`` ends it and all that it started."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.url, self._log = f"http://127.0.0.1:{port}", log
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env=environment,
             )
 
-    async def until_healthy(self, server: HttpServer) -> None:
-        """Raises UsageError with the end of its log if it ends, or is not there in time."""
-        async with _deadline(START_SECONDS, f"the fresh server was not there in time; see {self._log}"):
+    async def until_healthy(self, server: HttpServer, path: str = "/health") -> None:
+        """Until ``path`` answers 200. Raises UsageError if the server ends, or is not there in time."""
+        async with _deadline(START_SECONDS, f"the server was not there in time; see {self._log}"):
             while True:
                 if self._process.poll() is not None:
-                    raise UsageError(f"the fresh server ended with {self._process.returncode}: {self.tail()}")
+                    raise UsageError(f"the server ended with {self._process.returncode}: {self.tail()}")
                 with contextlib.suppress(ServerError):
-                    if (await server.ask("GET", "/health"))[0] == 200:
+                    if (await server.ask("GET", path))[0] == 200:
                         return
                 await asyncio.sleep(0.2)
 
@@ -137,7 +144,7 @@ async def fresh_server(
     template: str, extra: Sequence[str], model: Path, work: Path
 ) -> AsyncIterator[HttpServer]:
     """A server that boots from ``model``. Raises UsageError."""
-    port = _free_port()
+    port = free_port()
     places = {"python": sys.executable, "model": str(model), "port": str(port)}
     try:
         command = [part.format(**places) for part in shlex.split(template)] + list(extra)
@@ -208,7 +215,8 @@ def _short(answer: Any) -> str:
     return (answer if isinstance(answer, str) else json.dumps(answer))[:300]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -56,7 +56,7 @@ def qwen2_shapes(config: Mapping[str, object]) -> Layout:
 
 
 def qwen2_tensors(config: Mapping[str, object], seed: int) -> dict[str, Tensor]:
-    """Random weights of a size at which tokens differ: one block of noise, from another place in each tensor."""
+    """Random weights of a size at which tokens differ: one block of noise, in each from another place."""
     rng = np.random.default_rng(seed)
     noise = (rng.standard_normal(_NOISE, dtype=np.float32) * 0.05).view(np.uint32)
     block = (noise >> 16).astype("<u2")
@@ -66,7 +66,7 @@ def qwen2_tensors(config: Mapping[str, object], seed: int) -> dict[str, Tensor]:
         values = np.resize(np.roll(block, -int(rng.integers(_NOISE))), count)
         if "norm" in name:
             values = np.full(count, 0x3F80, "<u2")  # 1.0
-        tensors[name] = Tensor("BF16", shape, values.view(np.uint8))
+        tensors[name] = Tensor("BF16", shape, values.tobytes())
     return tensors
 
 
@@ -79,7 +79,7 @@ def nudge(tensors: Mapping[str, Tensor], start: int, stride: int = 100) -> dict[
     for name, tensor in tensors.items():
         words = np.frombuffer(tensor.data, "<u2").copy()
         words[start % min(stride, len(words)) :: stride] ^= 1
-        result[name] = tensor._replace(data=words.view(np.uint8))
+        result[name] = tensor._replace(data=words.tobytes())
     return result
 
 
@@ -89,9 +89,11 @@ def write_qwen2(
     """A checkpoint directory with a tokenizer of one token a character (SGLang asks for one)."""
     write_checkpoint(directory, files, tensors, shards=4)
     vocabulary = {f"<{i}>" if i < 32 or i > 126 else chr(i): i for i in range(VOCAB)}
-    tokenizer = {
+    tokenizer: dict[str, object] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False,
+        },
         "post_processor": None, "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<0>"},
     }  # fmt: skip

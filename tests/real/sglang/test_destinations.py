@@ -10,6 +10,7 @@ import pytest
 
 from . import test_follower as from_disk
 from .checkpoints import random_weights, write
+from .profiling import test_stitch_profile_of_an_update  # noqa: F401
 from .server import SGLangServer
 from .world import World
 
@@ -113,6 +114,23 @@ async def test_weights_that_do_not_change_are_only_relabelled(world: Pair) -> No
     assert answer["meta_info"]["weight_version"] == str(number)
     await world.serves(world.publish(1))
     assert (await said(world))["last_update"]["destination"] == "cpu"
+
+
+async def test_bytes_that_rot_on_the_host_are_not_activated(world: Pair) -> None:
+    """In a tensor that the next version does not change: found when it is staged, and the copy made again."""
+    weights = random_weights(world.seeds[-1])
+    (shard,) = world.host.glob("data-*/*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # of another tensor than the one that changes
+    shard.write_bytes(data)
+    weights["model.embed_tokens.weight"] = random_weights(6)["model.embed_tokens.weight"]
+    number = world.publish_weights(6, weights)
+    await world.serves(number)
+    assert "holds state sha256:" in world.server.log.read_text()
+    staged = (await said(world))["last_update"]
+    assert (staged["destination"], staged["stage"]["state"][:7]) == ("cpu", "sha256:")
+    await world.serves(world.publish(7))
+    assert (await world.status_until(lambda status: status["problem"] is None))["ready"]
 
 
 @pytest.mark.parametrize(
