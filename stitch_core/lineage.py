@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .manifest import Manifest, PayloadFile, Representation
+from .manifest import Manifest, PayloadFile, Representation, Row
 from .versions import PolicyVersion
 
 REVERSIBLE = frozenset({"xor", "sparse"})
@@ -67,6 +68,15 @@ class Sketch:
 
 def _files(size: int) -> tuple[PayloadFile, ...]:
     return (PayloadFile("?", size, "?"),)
+
+
+def sketches_of_deltas(run: str, rows: Iterable[Row]) -> list[Sketch]:
+    """Versions as what they mostly are: each a delta from the one before it among ``rows``, in any order."""
+    known = sorted(rows, key=lambda row: row.number)
+    return [
+        Sketch.delta(PolicyVersion(run, row.number), base.state, row.state, row.bytes, row.digest, row.key)
+        for base, row in itertools.pairwise(known)
+    ]
 
 
 @dataclass(frozen=True)

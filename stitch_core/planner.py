@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from .chain import PARALLEL_READS, ChainReader
-from .lineage import NoPlan, Plan, Sketch, Source, Undo, cheapest_plan
+from .lineage import NoPlan, Plan, Sketch, Source, Undo, cheapest_plan, sketches_of_deltas
 from .manifest import FormatError, Manifest, Row, floor_number
 from .ports import NotFound, Store
 from .records import list_records, read_record
@@ -116,14 +116,10 @@ def _sketches(target: Manifest, rows: Iterable[Row]) -> dict[str, Source]:
     found: dict[str, Source] = {target.digest(): target}
     floor = floor_number(target)
     known = {row.number: row for row in rows}
-    numbers = sorted(known)
-    for before, number in zip([None, *numbers], numbers, strict=False):
-        row, version = known[number], PolicyVersion(target.run, number)
-        if number in (0, target.number):
-            continue
-        if number == floor:
+    for row in known.values():
+        if row.number == floor and row.number not in (0, target.number):
+            version = PolicyVersion(target.run, row.number)
             found[row.digest] = Sketch.full(version, row.state, row.bytes, row.digest, row.key)
-        elif before is not None:
-            base = known[before].state
-            found[row.digest] = Sketch.delta(version, base, row.state, row.bytes, row.digest, row.key)
+    for sketch in sketches_of_deltas(target.run, known.values()):
+        found.setdefault(sketch.of, sketch)
     return found

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .chain import ChainReader
+from .checkout import stage_replanning
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.directory import DeltaDirectory
 from .delta.fold import RepresentationInvalid
 from .delta.merge import Changed, compose, merge_deltas, prove_merged
+from .delta.sparse_file import width_of
+from .delta.transcode import in_one_encoding
 from .delta.wire import DeltaError
 from .head import Head
 from .host_checkpoint import HostCheckpoint, HostCheckpointError
-from .lineage import REVERSIBLE, NoPlan, Source, cheapest_plan
+from .lineage import REVERSIBLE, NoPlan, Source, cheapest_plan, sketches_of_deltas
 from .manifest import Manifest, Row, floor_number
 from .payload import Payload
+from .planner import Planner
 from .ports import Clock, Files, NotFound, RunBlocking, Store
 from .publisher import Publisher, PublishError
-from .records import RecordRefused, describe_full
+from .records import RecordRefused, describe_full, list_records
 from .replica.staging import Stager
 from .retry import Retry, retrying
 from .state import TensorInfo, TensorTable, state_digest
@@ -93,6 +97,7 @@ class Rollback:
 
     def __post_init__(self) -> None:
         self._chain = ChainReader(self.store)
+        self._planner = Planner(self.store, self._chain)
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retrying(call, self.retry, self.rng)
@@ -178,15 +183,44 @@ class Rollback:
     # ------------------------------------------------------------------------------------------- a delta
 
     async def _delta(self, newest: Manifest, goal: Manifest, known: _Known | None) -> tuple[Payload, str]:
-        deltas = await self._path(newest, goal)
-        encoding = deltas[0].representation.encoding if deltas else "xor"
+        """Around what is not there any more, or is not what it says it is."""
+        unfit: dict[str, Exception] = {}
+        while True:
+            deltas = await self._path(newest, goal, unfit)
+            try:
+                return await self._merged(newest, goal, known, deltas, unfit)
+            except (NotFound, DigestMismatch, RepresentationInvalid) as error:
+                if isinstance(error, RepresentationInvalid):
+                    unfit[error.manifest_digest] = error
+                if not unfit.keys() & {delta.digest() for delta in deltas}:
+                    raise
+                self.say(f"looking for another way: {error}")
+
+    async def _merged(
+        self,
+        newest: Manifest,
+        goal: Manifest,
+        known: _Known | None,
+        deltas: Sequence[Source],
+        unfit: dict[str, Exception],
+    ) -> tuple[Payload, str]:
         self.say(f"merging {len(deltas)} deltas")
-        directories = {delta.digest(): await self._fetch(delta) for delta in deltas}
+        directories: dict[str, Path] = {}
+        for delta in deltas:
+            try:
+                directories[delta.digest()] = await self._fetch(delta)
+            except (NotFound, DigestMismatch) as error:
+                unfit[delta.digest()] = error
+                raise
+        widths = None if known is None else {n: width_of(info.dtype) for n, info in known.table.items()}
+        alike, where, encoding = await self.run_blocking(
+            in_one_encoding, deltas, directories, self.files, widths
+        )
         path = self.work / "merged"
         await self.run_blocking(self.files.remove_tree, path)
         merged = await self.run_blocking(
             lambda: merge_deltas(
-                deltas, lambda delta: directories[delta.digest()], path, self.files,
+                alike, lambda delta: where[delta.digest()], path, self.files,
                 number=newest.number + 1, base_number=newest.number,
             )
         )  # fmt: skip
@@ -199,24 +233,50 @@ class Rollback:
         payload = Payload("delta", goal.state, path, merged.files, newest.state, encoding, merged.changed)
         return payload, proof
 
-    async def _path(self, newest: Manifest, goal: Manifest) -> tuple[Source, ...]:
-        """Deltas of one encoding from the head's state to the goal's, in either direction; NoPlan."""
-        floor = floor_number(newest)
-        for lowest in sorted({goal.number, min(goal.number, floor)}, reverse=True):
-            chain = await self._down_to(newest, lowest)
-            for encoding in sorted(REVERSIBLE, reverse=True):
-                with contextlib.suppress(NoPlan):
-                    deltas = [m for m in chain if m.representation.encoding == encoding]
-                    return cheapest_plan(goal, deltas, {newest.state}).deltas
-        above = [m.representation for m in chain if m.number > goal.number]
-        stops = [m for m in chain if m.number > goal.number and m.representation.encoding not in REVERSIBLE]
+    async def _path(
+        self, newest: Manifest, goal: Manifest, unfit: Mapping[str, Exception]
+    ) -> tuple[Source, ...]:
+        """The cheapest reversible pieces, spans among them, from the head's state to the goal's; NoPlan."""
+        spans = await self._call(lambda: list_records(self.store, newest.run, ("spans",)))
+        bottom = min(goal.number, floor_number(newest), floor_number(goal))
+        for lowest in sorted({goal.number, bottom}, reverse=True):
+            rows = await self._call(lambda lowest=lowest: self._chain.rows(newest, number=lowest))  # type: ignore[misc]
+            rows = [row for row in rows if row.number >= lowest]
+            states = {row.number: row.state for row in rows}
+            versions = sketches_of_deltas(newest.run, rows)
+            sources: dict[str, Source] = {sketch.of: sketch for sketch in versions}
+            sources |= {s.of: s for s in (place.sketch(states) for place in spans) if s is not None}
+            with contextlib.suppress(NoPlan):
+                return await self._reversible(newest, goal, rows, sources, unfit)
+            # A delta may build on another version than the one before it.
+            chain = {m.digest(): m for m in await self._down_to(newest, lowest)}
+            with contextlib.suppress(NoPlan):
+                return await self._reversible(newest, goal, rows, sources | chain, unfit)
+        if unfit:
+            raise NoPlan("; ".join(dict.fromkeys(str(error) for error in unfit.values())))
+        above = await self._down_to(newest, goal.number)
+        stops = [m for m in above[:-1] if m.representation.encoding not in REVERSIBLE]
         if stops:
             how = stops[-1].representation
             what = how.kind if how.kind != "delta" else f"delta in {how.encoding}, which goes forward only"
             raise NoPlan(f"version {stops[-1].number}, on the way back, is a {what}")
-        if len({how.encoding for how in above}) > 1:
-            raise NoPlan("deltas of two encodings are on the way back, and they do not merge")
         raise NoPlan(f"the deltas between version {goal.number} and the head do not meet")
+
+    async def _reversible(
+        self,
+        newest: Manifest,
+        goal: Manifest,
+        rows: Sequence[Row],
+        sources: dict[str, Source],
+        unfit: Collection[str],
+    ) -> tuple[Source, ...]:
+        excluded = set(unfit)
+        while True:
+            plan = await self._call(lambda: self._planner.read(goal, rows, sources, {newest.state}, excluded))
+            stops = [s for s in plan.sources if s.representation.encoding not in REVERSIBLE]
+            if not stops:
+                return plan.deltas
+            excluded.update(source.digest() for source in stops)
 
     async def _fetch(self, source: Source) -> Path:
         """The files of one delta, verified."""
@@ -272,7 +332,7 @@ class Rollback:
             await self.run_blocking(host.open)
             if known is not None:
                 await self.run_blocking(host.seed, known.checkpoint.directory, known.manifest)
-            return await self._from(goal, (await stager.stage(goal)).directory)
+            return await self._from(goal, (await stage_replanning(stager, goal)).directory)
         finally:
             host.close()
 

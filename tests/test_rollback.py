@@ -24,6 +24,7 @@ from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from stitch_core.testing.checkpoints import table_of, write_checkpoint
+from tests.anchored_run import Run
 from tests.small_run import FILES, NO_RETRY, FaultyStore, Trainer, as_payload, inline, published, rebuild_all
 
 COUNTER = itertools.count()
@@ -71,6 +72,13 @@ def overwriting(trainer: Trainer, base: Manifest, number: int) -> Payload:
     return Payload("delta", state_digest(new), directory, tuple(names), base.state, "overwrite", changed)
 
 
+@pytest.fixture
+async def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    await run.claim()
+    return run
+
+
 async def check_chain(trainer: Trainer, store: Store) -> list[Manifest]:
     return await rebuild_all(store, trainer, trainer.root / f"host{next(COUNTER)}")
 
@@ -109,19 +117,59 @@ async def test_sparse_deltas_are_merged_into_a_sparse_one(trainer: Trainer, whic
     await check_chain(trainer, store)
 
 
-async def test_deltas_of_two_encodings_do_not_merge(trainer: Trainer) -> None:
+@pytest.mark.parametrize("which", [None, 0, 2, 4])
+async def test_deltas_of_two_encodings_become_one(trainer: Trainer, which: int | None) -> None:
+    """Sparse where a checkpoint tells the widths of elements, else XOR; both ways, across a change back."""
     store = MemoryStore()
     chain = await published(trainer, store, 3)
-    publisher = trainer.publisher(store)
-    await publisher.claim(trainer.version0)
-    trainer.encoder = DeltaEncoder(trainer.tensors, "sparse")
-    chain.append(await trainer.publish(publisher))
-    with pytest.raises(RollbackRefused, match="deltas of two encodings are on the way back"):
-        await roll_back(trainer, store, 2)
-    done = await roll_back(trainer, store, 2, trainer.boot)
-    assert (done.manifest.representation.kind, done.manifest.state) == ("full", chain[2].state)
-    assert (await roll_back(trainer, store, 3, trainer.boot)).manifest.state == chain[3].state
+    for encoding in ("sparse", "xor"):
+        publisher = trainer.publisher(store)
+        await publisher.claim(trainer.version0)
+        trainer.encoder = DeltaEncoder(trainer.tensors, encoding)
+        chain.append(await trainer.publish(publisher))
+    checkpoint = None if which is None else export(trainer, chain[which], "export")
+    back = (await roll_back(trainer, store, 2, checkpoint)).manifest
+    forward = (await roll_back(trainer, store, 4, checkpoint)).manifest
+    for manifest, goal, base in ((back, chain[2], chain[5]), (forward, chain[4], back)):
+        how = manifest.representation
+        assert (how.kind, how.encoding) == ("delta", "xor" if which is None else "sparse")
+        assert (manifest.state, how.base) == (goal.state, base.state)
     await check_chain(trainer, store)
+
+
+async def test_spans_are_used_and_deltas_where_a_span_is_gone(run: Run) -> None:
+    await run.publish(8)
+    span = await run.span(0, 4)
+    reads: list[str] = []
+    run.store.fail = lambda index, name, key: reads.append(key) if name == "read" else None
+    done = await rollback_of(run.trainer, run.store).to(0)
+    assert (done.manifest.state, done.manifest.representation.kind) == (run.versions[0].state, "delta")
+    assert any(key.startswith(f"runs/r/{span.name}/") for key in reads)
+    assert not any("weight_v000002/" in key for key in reads)
+    # From 9, which has the weights of 0, to 8 a span is needed whose files are gone: its deltas do as well.
+    for file in span.representation.files:
+        del run.memory.state.objects[span.file_key(file.name)]
+    run.memory.state.objects[done.manifest.file_key(done.manifest.representation.files[0].name)] = b"?"
+    done = await rollback_of(run.trainer, run.store).to(8)
+    assert (done.manifest.state, done.manifest.representation.kind) == (run.versions[8].state, "delta")
+    await check_chain(run.trainer, run.memory)
+
+
+async def test_a_full_is_rebuilt_around_what_a_collector_took(run: Run) -> None:
+    """The delta to version 1 went while the full was made ready: the full of 1 leads there."""
+    await run.publish(5)
+    await run.publisher.publish(run.trainer.full())
+    await run.anchor(1)
+    objects = run.memory.state.objects
+
+    def collects(index: int, name: str, key: str) -> None:
+        if name == "read" and "weight_v00000" in key:  # the first byte of payload that is asked for
+            for file in run.versions[1].representation.files:
+                objects.pop(run.versions[1].file_key(file.name), None)
+
+    run.store.fail = collects
+    done = await rollback_of(run.trainer, run.store, run.trainer.boot).to(2)
+    assert (done.manifest.representation.kind, done.manifest.state) == ("full", run.versions[2].state)
 
 
 async def test_the_trainer_is_fenced_and_goes_on_only_from_before(trainer: Trainer) -> None:

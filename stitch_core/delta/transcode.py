@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import zstandard
 
 from ..dialects import INDEX_NAME, SPARSE_SUFFIX
+from ..lineage import Source, Undo
+from ..manifest import Representation
 from ..ports import Files
 from ..safetensors import ByteArray
+from ..versions import PolicyVersion
 from .directory import DeltaDirectory, prepare_directory, write_index, write_shards
+from .fold import open_delta
 from .scan import scan
 from .sparse_block import encode_block
 from .sparse_encode import BLOCK_BYTES, FILE_BYTES
@@ -20,6 +25,69 @@ from .sparse_merge import cut_blocks, split_files
 from .wire import LEVEL, DeltaError, FrameReader, content_size
 
 SHARD_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Transcoded:
+    """A delta whose files lie here in the other encoding; all else of it is as it was."""
+
+    source: Source
+    representation: Representation
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.source.version
+
+    @property
+    def state(self) -> str:
+        return self.source.state
+
+    def digest(self) -> str:
+        return self.source.digest()
+
+    def file_key(self, name: str) -> str:
+        return self.source.file_key(name)
+
+
+def in_one_encoding(
+    deltas: Sequence[Source],
+    directories: Mapping[str, Path],
+    files: Files,
+    widths: Mapping[str, int] | None = None,
+) -> tuple[list[Source], dict[str, Path], str]:
+    """``deltas`` in one encoding, where each lies (``directories``, by digest, tell where it did), and which.
+
+    Those of one encoding stay as they are; "xor" if there are none. Of two, with ``widths`` (see
+    ``xor_to_sparse``) all become sparse, which is smaller, else XOR, which needs to know nothing. What is
+    written lies below the delta's own directory. Raises RepresentationInvalid, DeltaError.
+    """
+    found = {delta.representation.encoding or "" for delta in deltas}
+    if len(found) < 2:
+        return list(deltas), dict(directories), next(iter(found), "xor")
+    encoding = "xor" if widths is None else "sparse"
+    done, where = [], dict(directories)
+    for delta in deltas:
+        if delta.representation.encoding == encoding:
+            done.append(delta)
+            continue
+        source = delta.source if isinstance(delta, Undo) else delta
+        path = directories[source.digest()] / encoding
+        other = _transcoded(source, directories[source.digest()], path, files, widths)
+        done.append(Undo(other) if isinstance(delta, Undo) else other)
+        where[source.digest()] = path
+    return done, where, encoding
+
+
+def _transcoded(
+    source: Source, directory: Path, path: Path, files: Files, widths: Mapping[str, int] | None
+) -> Transcoded:
+    files.remove_tree(path)
+    delta, number, how = open_delta(source, directory, files), source.version.number, source.representation
+    if widths is None:
+        sparse_to_xor(delta, path, files, number=number, base_number=number)
+        return Transcoded(source, replace(how, encoding="xor", changed=delta.changed))
+    xor_to_sparse(delta, how.changed, widths, path, files, number=number, base_number=number)
+    return Transcoded(source, replace(how, encoding="sparse", changed={}))
 
 
 def xor_to_sparse(
