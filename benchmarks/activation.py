@@ -300,9 +300,7 @@ def rows(rounds: list[Round], equal: bool, what: str, nbytes: int) -> Iterator[R
 def main(options: argparse.Namespace) -> list[Row]:
     python = sglang_python()
     if python is None:
-        say(
-            "activation.py needs SGLang's environment, which is not there: make venv-sglang. Nothing measured."
-        )
+        say("activation.py: nothing is measured without SGLang's environment: make venv-sglang")
         return []
     parent = options.work or (Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 8 << 30 else None)
     with tempfile.TemporaryDirectory(prefix="stitch-activation-", dir=parent) as name:

@@ -27,8 +27,8 @@ async def test_stitch_profile_of_an_update(world: Pair, capsys: pytest.CaptureFi
     capsys.readouterr()
     arguments = [
         "profile", "--server", world.server.url, "--store", world.url, "--run", RUN, "--json",
-        "--idle", "0.5", "--load", str(BUSY), "--load-tokens", "200", "--prompts", "3", "--tokens", "12", "--patience", "120",
-        "--reference", world.fresh.url,
+        "--idle", "0.5", "--load", str(BUSY), "--load-tokens", "200", "--prompts", "3",
+        "--tokens", "12", "--patience", "120", "--reference", world.fresh.url,
     ]  # fmt: skip
     profiling = asyncio.ensure_future(asyncio.to_thread(main, arguments))
     await world.status_until(lambda status: status["active_requests"] >= BUSY or profiling.done())
