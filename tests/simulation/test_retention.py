@@ -1,12 +1,14 @@
-"""Collectors in simulated worlds, and collectors that break one of their rules: the keeper finds each."""
+"""Collectors and compactors in simulated worlds, also such that break a rule: the keeper finds each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from stitch_core import retention
+from stitch_core import compactor, retention
+from stitch_core.compactor import Compactor
 from stitch_core.manifest import Manifest, floor_number
 from stitch_core.retention import Collector, Protected
 from stitch_core.testing.simulation import run_seed
@@ -34,9 +36,9 @@ def test_retention_with_many_seeds(first: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(1, 5001, 100))
+@pytest.mark.parametrize("first", range(1, 5001, CHUNK))
 def test_5000_interleavings(first: int) -> None:
-    run(range(first, first + 100))
+    run(range(first, first + CHUNK))
 
 
 def keeps_one_floor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +106,37 @@ def deletes_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Collector, "_list", every)
 
 
+def compacts_without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Compactor._retire
+
+    async def broken(self: Compactor, view: Any) -> list[str]:
+        self._grace = -1.0
+        return await real(self, view)
+
+    monkeypatch.setattr(Compactor, "_retire", broken)
+
+
+def compacts_what_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compactor, "fetching_in", lambda records, run, now: set())
+
+
+def keeps_one_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = compactor.replaced
+    monkeypatch.setattr(
+        compactor, "replaced", lambda ranges, root, shape: real(ranges, root, replace(shape, kept=1))
+    )
+
+
+def merges_the_wrong_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Compactor._merge
+
+    def broken(self: Compactor, *arguments: Any) -> Any:
+        record, path = real(self, *arguments)
+        return replace(record, number=record.number + 1), path
+
+    monkeypatch.setattr(Compactor, "_merge", broken)
+
+
 ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "durable: every byte is there"}
 
 
@@ -118,9 +151,13 @@ ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "du
         (ignores_epochs, "c29", ALIVE),
         (ignores_the_chain, "retention", {"retention: two floors are kept", "durable: the head stays whole"}),
         (deletes_manifests, "retention", {"retention: only payload goes"}),
+        (compacts_without_grace, "n05", {"retention: two floors are kept", "retention: the grace"}),
+        (compacts_what_is_fetched, "n05", {"retention: what is being fetched stays", "scenario: n05"}),
+        (keeps_one_aggregate, "n05", {"retention: two floors are kept"}),
+        (merges_the_wrong_versions, "n05", {"truth: a span is between versions"}),
     ],
 )
-def test_a_broken_collector_is_caught(
+def test_a_broken_collector_or_compactor_is_caught(
     mutation: Any, scenario: str, rules: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
