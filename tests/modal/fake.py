@@ -378,7 +378,9 @@ class Servicer(_Rest):
                     if request.recursive or count == 1:
                         entries[name] = api_pb2.FileEntry(path=name, type=kind.DIRECTORY)
                 if request.recursive or len(parts) == 1:
-                    entries[path] = api_pb2.FileEntry(path=path, type=kind.FILE, size=len(data), mtime=1000)
+                    entries[path] = api_pb2.FileEntry(
+                        path=path, type=kind.FILE, size=len(data), mtime=int(time.time())
+                    )
         if not entries and folder:
             raise GRPCError(Status.NOT_FOUND, f"no such file or directory: {request.path}")
         await stream.send_message(api_pb2.VolumeListFiles2Response(entries=entries.values()))

@@ -525,7 +525,7 @@ class ModalStore:
         else:
             raise Unavailable(f"{self.location}{key} is being written by others")
         self._settle(key, state)
-        self._forget_siblings(key)
+        self._forget_old(key)
 
     def _settle(self, key: str, state: State) -> None:
         """Write what was decided to the files, and commit it."""
@@ -601,20 +601,27 @@ class ModalStore:
                 with contextlib.suppress(OSError):
                     self._files.remove(f"{NEW}/{name}")
 
-    def _forget_siblings(self, key: str) -> None:
-        """Remove what says of keys beside this one that they were deleted, weeks ago."""
+    def _forget_old(self, key: str) -> None:
+        """Remove what says of keys near this one that they were deleted, weeks ago."""
         folder = key.rpartition("/")[0]
-        for name, is_folder in self._files.names(folder):
-            if not (is_folder and name.startswith(".") and name != ".stitch"):
-                continue
-            at = f"{folder}/{name}" if folder else name
-            rows = [row for row, _ in self._files.names(at)]
-            matches = [match for match in map(_STATE.match, rows) if match]
-            if matches and max(matches, key=lambda match: match[1])[2] == "gone":
-                path = max(f"{at}/{row}" for row in rows)
-                if self._files.modified(path) < self._clock.time() - FORGET_AFTER:
-                    for row in rows:
-                        self._files.remove(f"{at}/{row}")
+        above = folder.rpartition("/")[0]
+        near = {folder}
+        if above:
+            rows = self._files.names(above)
+            near |= {f"{above}/{name}" for name, is_folder in rows if is_folder and is_key(name)}
+        for place in sorted(near):
+            for name, is_folder in self._files.names(place):
+                if is_folder and name.startswith(".") and name != ".stitch":
+                    self._forget_if_old(f"{place}/{name}" if place else name)
+
+    def _forget_if_old(self, states: str) -> None:
+        paths = [f"{states}/{name}" for name, _ in self._files.names(states)]
+        newest = max(paths, default="")
+        match = _STATE.match(newest.rpartition("/")[2])
+        if match and match[2] == "gone":
+            if self._files.modified(newest) < self._clock.time() - FORGET_AFTER:
+                for path in paths:
+                    self._files.remove(path)
 
 
 def _state(number: int, cell: Cell) -> State:
