@@ -154,7 +154,9 @@ async def fresh_server(
         ) from None
     say(f"starting a fresh server: {shlex.join(command)}")
     try:
-        started = Started(command, port, work / "reference.log")
+        # One that followed the store too would not be fresh for long.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("STITCH_")}
+        started = Started(command, port, work / "reference.log", own)
     except OSError as error:
         raise UsageError(f"--start-reference: {command[0]} cannot be run: {error.strerror}") from None
     try:
