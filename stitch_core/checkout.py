@@ -6,7 +6,6 @@ It is built beside its place and renamed there, so that the directory is whole o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -14,13 +13,14 @@ from pathlib import Path
 
 from .chain import ChainReader
 from .checkpoint import Checkpoint, CheckpointError
-from .host_checkpoint import HostCheckpoint
+from .host_checkpoint import HostCheckpoint, RepresentationInvalid
 from .lineage import NoPlan
 from .manifest import Manifest, Row
 from .ports import Clock, Files, NotFound, RunBlocking, Store, SystemClock
 from .replica.staging import Staged, Stager
+from .stores.transfer import DigestMismatch
 
-REPLANS = 4
+REPLANS = 8
 
 
 class CheckoutRefused(Exception):
@@ -78,10 +78,22 @@ async def checkout(
 
 
 async def stage_replanning(stager: Stager, target: Manifest) -> Staged:
-    """Stage, around what is not there any more: a collector may have taken it. Raises NotFound in the end."""
+    """Stage, around what a collector took meanwhile, and around what is damaged.
+
+    Raises in the end what stood in the way: NotFound, DigestMismatch, RepresentationInvalid.
+    """
+    damage: Exception | None = None
     for _ in range(REPLANS):
-        with contextlib.suppress(NotFound):
+        try:
             return await stager.stage(target)
+        except NotFound:
+            continue
+        except (DigestMismatch, RepresentationInvalid) as error:
+            damage = error
+        except NoPlan:
+            if damage is None:
+                raise
+            raise damage from None  # what is in the way, not that nothing else is
     return await stager.stage(target)
 
 

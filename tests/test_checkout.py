@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from stitch_core.checkout import CheckoutRefused, checkout
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.manifest import Manifest
+from stitch_core.records import upload_full
 from stitch_core.stores.memory import MemoryStore
+from stitch_core.stores.transfer import DigestMismatch
 from tests.small_run import FILES, Trainer, inline
 
 
@@ -80,6 +83,23 @@ def test_bytes_that_were_collected_are_said(trainer: Trainer, tmp_path: Path) ->
     asyncio.run(store.delete(chain[1].file_key(file.name)))
     with pytest.raises(CheckoutRefused, match="needs bytes that were collected"):
         out(store, 3, tmp_path / "three", trainer.boot)
+
+
+def test_damaged_bytes_are_gone_around_where_there_is_another_way(trainer: Trainer, tmp_path: Path) -> None:
+    """A delta with a flipped byte stopped a checkout that a full beside the chain could have served."""
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    key = chain[4].file_key(chain[4].representation.files[0].name)
+    sound = store.state.objects[key]
+    out(store, 4, tmp_path / "sound", trainer.boot)
+    store.state.objects[key] = bytes([sound[0] ^ 1]) + sound[1:]
+    with pytest.raises(DigestMismatch, match="is not what was announced"):
+        out(store, 4, tmp_path / "four", trainer.boot)
+    assert not (tmp_path / "four").exists()
+    how = {"rng": random.Random(0), "run_blocking": inline}
+    asyncio.run(upload_full(store, chain[4], tmp_path / "sound", FILES, **how))
+    out(store, 4, tmp_path / "four", trainer.boot)
+    assert Checkpoint.open(tmp_path / "four", FILES).state() == chain[4].state
 
 
 def test_a_checkout_that_was_cut_off_is_taken_up_again(trainer: Trainer, tmp_path: Path) -> None:

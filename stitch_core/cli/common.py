@@ -99,7 +99,9 @@ def exported(target: str | None) -> Iterator[Exporter]:
 
 
 def absolute_path(text: str) -> Path:
-    """A path option, independent of the working directory from here on."""
+    """A path option, independent of the working directory from here on; '' is a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a directory ('.' is the current one)")
     return Path(os.path.abspath(text))
 
 

@@ -222,6 +222,8 @@ class LocalStore:
     def _prepare(self, path: Path) -> None:
         """Everything that a write needs; the first write of all begins the store."""
         if self._identity is None:
+            if self._files.exists(self.root):
+                self._check_root()
             self._identity = read_identity(self._files, self.root / PRIVATE) or self._begin()
         self._make_directory(path.parent)
 
@@ -373,8 +375,10 @@ class LocalStore:
         """Nothing is an answer only where there is a store."""
         try:
             self._check_identity()
-            if self._files.exists(self.root):
+            if self.root.is_dir():
                 return
+            if self._files.exists(self.root):
+                raise NoStore(f"{self.root} is a file: a store is a directory")
         except OSError as error:
             raise _unavailable(self.root, error) from error
         raise NoStore(f"there is no directory {self.root}: is it mounted? The first claim makes a new store")

@@ -54,6 +54,14 @@ def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_variable_that_is_not_set_is_not_the_current_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    """``stitch publish "$DIR"`` published whatever checkpoint the shell stood in."""
+    with pytest.raises(SystemExit) as exit:
+        main(["publish", "", "--store", "memory:", "--run", "r", "--base", "."])
+    assert exit.value.code == 2
+    assert "argument DIR: is empty: name a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -290,6 +290,15 @@ def test_identity_reads_what_it_writes() -> None:
         assert Identity.decode(identity.encode(), "here") == identity
 
 
+async def test_a_file_is_no_store_and_never_looks_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"precious")
+    store = local(tmp_path / "file")
+    for call in (store.list("runs/"), store.folders("runs/"), store.load("k"), store.create("k", b"")):
+        with pytest.raises(NoStore, match="is a file: a store is a directory"):
+            await call
+    assert (tmp_path / "file").read_bytes() == b"precious"
+
+
 async def test_a_run_in_a_directory_that_is_not_there(tmp_path: Path) -> None:
     store = local(tmp_path / "typo")
     with pytest.raises(NoHead, match=r"run r has no head yet: there is no directory .*typo: is it mounted"):
