@@ -31,6 +31,11 @@ class Splitter:
         del self._rest[:start]
         return events
 
+    @property
+    def pending(self) -> int:
+        """Bytes that wait for the end of their event."""
+        return len(self._rest)
+
     def finish(self) -> bytes:
         """What is left when the stream has ended: b"", or an event that lacks its ending."""
         rest, self._rest = bytes(self._rest), bytearray()

@@ -68,6 +68,7 @@ class Fleet:
         until_ready: int | None = None,
         store: Store | None = None,
         peers: Any = None,
+        stall: float = 60.0,
         **settings: Any,
     ) -> None:
         """Start the gateway in front of the replicas (and ``urls``), and wait until it has seen them."""
@@ -76,7 +77,7 @@ class Fleet:
         opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1), store, peers)
         self.gateway = await self.stack.enter_async_context(opening)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
-        runner = Runner(self.gateway.app(), shutdown_timeout=1)
+        runner = Runner(self.gateway.app(), shutdown_timeout=1, stall=stall)
         await runner.setup()
         self.stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -257,7 +256,10 @@ async def open_gateway(
     if settings.lag is not None and heads is None:
         raise VersionError("a lag needs the store that the head of the run is in")
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, **_watched_sockets())
-    async with aiohttp.ClientSession(connector=connector, json_serialize=json.dumps) as session:
+    session = aiohttp.ClientSession(
+        connector=connector, auto_decompress=False, headers={"accept-encoding": "identity"}
+    )
+    async with session:
         gateway = Gateway(pool, session, settings, rng, heads, rules, peers)
         log = gateway.dispatcher.attempt.log = _provenance(settings, heads)
         following = [asyncio.create_task(gateway.fleet.run())]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +25,7 @@ from .routing import Replica
 PASSED_HEADERS = ("content-type", "retry-after", HEADER_ADMITTED, HEADER_RUN, HEADER_REPLICA)
 # Bytes of one event of a stream.
 MOST_EVENT = 64 << 20
+LARGE = 1 << 20
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -57,9 +60,11 @@ class Attempt:
 
     async def run(self, request: web.Request, call: Call, replica: Replica) -> web.StreamResponse | Again:
         """What to answer (a stream is already sent), or why to try again. Raises Refused."""
+        # From a file it is sent in pieces: others have their turn meanwhile.
+        body = call.body if len(call.body) < LARGE else io.BytesIO(call.body)
         try:
             async with self._session.post(
-                replica.url + call.path, data=call.body, headers=call.headers, timeout=self._timeout
+                replica.url + call.path, data=body, headers=call.headers, timeout=self._timeout
             ) as answer:
                 return await self._judge(request, call, replica, answer)
         except FAILURES as error:
@@ -99,7 +104,7 @@ class Attempt:
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
         body = bytearray()
-        async for chunk in answer.content.iter_any():
+        async for chunk in _plain(answer):
             body += chunk
             if len(body) > self._max_response:
                 message = f"the replica's answer exceeds {self._max_response} bytes"
@@ -141,15 +146,32 @@ class Attempt:
         return response
 
 
+async def _plain(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """What the body says, also if it is compressed, which nobody asked for. Raises ClientPayloadError."""
+    encoding = answer.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        async for chunk in answer.content.iter_any():
+            yield chunk
+        return
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise aiohttp.ClientPayloadError(f"it answered in content-encoding {encoding}")
+    stream = zlib.decompressobj(47)  # zlib or gzip, by the header
+    try:
+        async for chunk in answer.content.iter_any():
+            yield stream.decompress(chunk)
+    except zlib.error as error:
+        raise aiohttp.ClientPayloadError(f"its answer is not {encoding}: {error}") from None
+    if not stream.eof:
+        raise aiohttp.ClientPayloadError(f"its answer in {encoding} was cut")
+
+
 async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Pieces that end where an event ends, so that an error can be put behind any of them."""
-    splitter, begun = Splitter(), 0
-    async for chunk in answer.content.iter_any():
-        begun += len(chunk)
+    splitter = Splitter()
+    async for chunk in _plain(answer):
         if events := splitter.feed(chunk):
-            begun = 0
             yield b"".join(events)
-        elif begun > MOST_EVENT:
+        if splitter.pending > MOST_EVENT:
             raise aiohttp.ClientPayloadError(f"an event exceeds {MOST_EVENT} bytes")
     if rest := splitter.finish():
         yield rest
@@ -175,7 +197,7 @@ def _error(body: bytes) -> dict[str, Any]:
     """The error in the envelope; empty if there is none."""
     try:
         error = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return error if isinstance(error, dict) else {}
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from stitch_core import plugins
 from stitch_core.cli.common import (
     Commands,
     UsageError,
@@ -39,6 +40,10 @@ def add_parser(commands: Commands) -> None:
     pool = parser.add_mutually_exclusive_group(required=True)
     pool.add_argument("--store", metavar="URL", help="find replicas by their records in this store")
     pool.add_argument("--replica", action="append", metavar="URL", help="a replica's address; repeatable")
+    parser.add_argument(
+        "--peers", metavar="POOL",
+        help="the other gateways, told of aborts of what they hold: static:http://a:30000,http://b:30000",
+    )  # fmt: skip
     parser.add_argument("--run", metavar="ID", dest="run_id", help="the run of requests that name none")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=port, default=30000, help="port; 0 takes a free one (30000)")
@@ -119,12 +124,20 @@ async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -
         url = f"http://{options.host}:{port}"
         emit({"url": url}, options.json, lambda: f"gateway listens on {url}")
 
+    peers = _opened_pool(options.peers) if options.peers else None
     await run_gateway(
         pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
         consumer=options.consumer, lag=options.lag, head_poll=options.head_poll, facade=options.facade,
-        engine=_engine_fields(options.engine), store=store, on_ready=ready, stop=stop_on_signals(),
+        engine=_engine_fields(options.engine), store=store, peers=peers, on_ready=ready,
+        stop=stop_on_signals(),
         provenance=options.provenance, tokens=options.tokens, replica_token=options.replica_token,
     )  # fmt: skip
+
+
+def _opened_pool(url: str) -> Pool:
+    """The pool at an URL. Raises PluginMissing and ValueError."""
+    pool: Pool = plugins.load("stitch.pools", url.partition(":")[0])(url)
+    return pool
 
 
 def _engine_fields(pairs: list[str]) -> dict[str, Any]:

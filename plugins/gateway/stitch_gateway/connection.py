@@ -24,7 +24,7 @@ FIRST_LOOK, LAST_LOOK = 0.005, 1.0
 class Connection(RequestHandler):
     """One client. ``streams``: its answer is a stream of whole events, each a chunk."""
 
-    __slots__ = ("_stall", "_stalled", "streams")
+    __slots__ = ("_last", "_stall", "_stalled", "streams")
 
     def __init__(self, manager: web.Server, *, stall: float, **options: Any) -> None:
         """``stall``: seconds for which a client may take nothing of an answer before it is cut."""
@@ -32,6 +32,12 @@ class Connection(RequestHandler):
         self.streams = False
         self._stall = stall
         self._stalled: asyncio.TimerHandle | None = None
+        self._last: Any = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages:
+            self._last = self._messages[-1]
 
     def pause_writing(self) -> None:
         """The client does not keep up; as long as it does not, its request keeps a replica busy."""
@@ -58,17 +64,18 @@ class Connection(RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it waits for its answer. True keeps the connection."""
-        request, transport = self._current_request, self.transport
-        if transport is None or request is None or not request.content.is_eof():
+        transport, request, waiter = self.transport, self._current_request, self._waiter
+        idle = waiter is not None and not waiter.done()
+        if transport is None or self._last is None or idle:
             return False
-        if request.version == HttpVersion10:  # may not be sent what tells the two apart
+        message, payload = self._last
+        version = getattr(message, "version", None)  # None: it was no HTTP
+        begun = request is not None and not self._messages and request.writer.output_size > 0
+        # A client of HTTP/1.0 may not be sent what tells the two apart.
+        if not payload.is_eof() or version == HttpVersion10 or (begun and not self.streams):
             return False
-        if request.writer.output_size == 0:
-            transport.write(STILL_THERE)
-        elif self.streams:
-            transport.write(STILL_STREAMING)
-        else:
-            return False
+        if version is not None:
+            transport.write(STILL_STREAMING if begun else STILL_THERE)
         self.close()  # once it is answered
         self._look(FIRST_LOOK)
         return True

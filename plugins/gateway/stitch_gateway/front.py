@@ -15,6 +15,10 @@ from stitch_core.versions import Refusal, malformed
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+# Seconds for which a client may take to send a body.
+BODY_SECONDS = 60.0
+
+
 class Router:
     """Finds the handler of a clean path: ``//generate`` and ``/x/../generate`` are ``/generate``."""
 
@@ -47,13 +51,13 @@ def path_of(request: web.Request) -> str:
     return clean_path(request.path)
 
 
-async def read_body(request: web.Request, patience: float = 60.0) -> bytes:
-    """The request's body, decompressed, if it comes within ``patience`` seconds. Raises Refused."""
+async def read_body(request: web.Request) -> bytes:
+    """The request's body, decompressed. Raises Refused, also if it does not come in time."""
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(BODY_SECONDS):
             body = await request.read()
     except TimeoutError:
-        message = f"the request body did not come within {patience:g} s"
+        message = f"the request body did not come within {BODY_SECONDS:g} s"
         raise Refused(Refusal(408, "RequestTimeout", message, "never")) from None
     encoding = request.headers.get("content-encoding")
     return body if encoding is None else decoded(body, encoding, request.client_max_size)
