@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 LINE_BYTES = 1 << 30  # a table of every tensor is one line
+NICENESS = 5
+"""Of what works beside an engine that serves: it takes what serving leaves, and little more."""
 
 Json = dict[str, Any]
 

@@ -21,7 +21,7 @@ from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .anchoring import ReplicaAnchors
-from .child import obey, tell
+from .child import NICENESS, obey, tell
 from .fetching import Fetcher
 from .room import free_room
 from .staging import Stager
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=DEFAULT_BYTES)
     parser.add_argument("--anchor-every", type=int)
     args = parser.parse_args()
+    os.nice(NICENESS)
     cache = opened_cache(args.cache, args.cache_bytes)
     asyncio.run(serve(args.store, args.boot, args.host_dir, cache, args.anchor_every))
 

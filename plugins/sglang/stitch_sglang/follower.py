@@ -112,10 +112,14 @@ class Follower:
 
 
 class Announced:
-    """A stager that tells the engine which state it staged."""
+    """A stager that tells the engine which state it staged.
+
+    Asked for the same version again, which the engine could not prepare, it proves the copy by hashing it.
+    """
 
     def __init__(self, stager: StagerProcess, engine: SGLangEngine) -> None:
         self._stager, self._engine = stager, engine
+        self._last: Manifest | None = None
 
     @property
     def fetching(self) -> tuple[str, ...]:
@@ -125,6 +129,10 @@ class Announced:
         return await self._stager.boot_table()
 
     async def stage(self, target: Manifest) -> Staged:
+        if self._last == target:
+            await self._stager.close()  # the next child opens the copy anew
+        self._last = None
         staged = await self._stager.stage(target)
+        self._last = target
         self._engine.expect(staged.directory, target.state)
         return staged

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.replica.child import obey
+from stitch_core.replica.child import NICENESS, obey
 from stitch_core.replica.stage_worker import table_to_json
 
 from .pull import Puller
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--host-dir", required=True, type=Path)
     parser.add_argument("--root", required=True, action="append", type=Path)
     args = parser.parse_args()
+    os.nice(NICENESS)
     host = HostCheckpoint(args.host_dir, PosixFiles())
     asyncio.run(serve(Puller(args.name, host, args.boot, args.root)))
 

@@ -107,10 +107,12 @@ def _begin(scheduler: Any, request: StitchStageReqInput) -> Report:
             f"({room} bytes) are available"
         )
         return {"outcome": "unfit", "message": message}
-    stager.begin(
-        request.id, Path(request.path), request.state, test=request.action == "test", second=need <= room
-    )
-    report: Report = stager.report(request.id)
+    test = request.action == "test"
+    try:
+        stager.begin(request.id, Path(request.path), request.state, test=test, second=need <= room)
+        report: Report = stager.report(request.id)
+    except Exception as error:  # the other ranks wait for this one's word
+        report = {"outcome": "failed", "message": repr(error)}
     return report
 
 

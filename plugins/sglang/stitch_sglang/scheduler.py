@@ -62,10 +62,12 @@ def activate(scheduler: Any, request: StitchActivateReqInput) -> StitchActivateR
         return StitchActivateReqOutput(outcome=REFUSED, message=missing)
     began = time.monotonic()
     scheduler.pause_generation(PauseGenerationReqInput(mode=request.mode))
-    outcome, message, copied = DONE, "", 0
+    outcome, message, copied, loaded = DONE, "", 0, 0.0
     if request.staged is not None or request.model_path is not None:
-        outcome, message, copied = _agree(scheduler, *_load(scheduler, request))
-    loaded = time.monotonic() - began
+        paused = time.monotonic()
+        here = _load(scheduler, request)
+        loaded = time.monotonic() - paused
+        outcome, message, copied = _agree(scheduler, *here)
     if outcome == UNCERTAIN:
         # Whoever reads the answer ends this server; until then no token is made of these weights.
         return StitchActivateReqOutput(outcome=outcome, message=message)

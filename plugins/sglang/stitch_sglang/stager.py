@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from stitch_core.checkpoint import CheckpointError
+from stitch_core.replica.child import NICENESS
 
 from .image import Image, Layout, storage_key
 from .reading import Reader
 from .shadow import Shadow, Survey, Unfit
 
 logger = logging.getLogger(__name__)
-
-NICENESS = 5
-"""Of the thread, so that it takes what serving leaves and a fifth of a core beside it (setpriority(2))."""
 
 NAMED = 4
 

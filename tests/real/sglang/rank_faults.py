@@ -1,6 +1,7 @@
 """Faults of one rank, on demand: a plugin of SGLang beside Stitch's, copied to where a test's server looks.
 
-A fault happens on rank 1 while there is a file of its name in the directory FAULTS.
+A fault happens while there is a file of its name in the directory FAULTS: ``copy`` and ``read`` on rank 1,
+``memory`` everywhere.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from pathlib import Path
 
 
 def register() -> None:
+    from stitch_sglang import ranks
     from stitch_sglang.image import Image
     from stitch_sglang.reading import Reader
 
-    copy, read = Image.copy_to_live, Reader._read
+    copy, read, memory = Image.copy_to_live, Reader._read, ranks.available_memory
+
+    def there(name: str) -> bool:
+        return (Path(os.environ["FAULTS"]) / name).exists()
 
     def wanted(name: str) -> bool:
         import torch
 
-        return (Path(os.environ["FAULTS"]) / name).exists() and torch.distributed.get_rank() == 1
+        return there(name) and torch.distributed.get_rank() == 1
 
     def copy_to_live(self, numbers):
         numbers = list(numbers)
@@ -32,4 +37,5 @@ def register() -> None:
             raise OSError(f"a fault at {name}")
         return read(self, name, ref)
 
+    ranks.available_memory = lambda: 1000 if there("memory") else memory()
     Image.copy_to_live, Reader._read = copy_to_live, read_tensor

@@ -31,7 +31,8 @@ COMPLETION = {"prompt": "what is 2+2?", "model": "policy"}
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("world"))
     try:
-        asyncio.run(world.start(kv_mode="in_place", destination="disk").until_ready())
+        (world.scratch / "memory").touch()
+        asyncio.run(world.start(environment=world.faults(), kv_mode="in_place").until_ready())
         yield world
     finally:
         world.close()
@@ -64,6 +65,17 @@ async def test_the_boot_checkpoint_is_version_0(world: World) -> None:
     whole(answer["meta_info"], 0, 8)
     status = (await world.server.call("GET", "/ready"))[1]
     assert (status["state"], status["mode"], status["problem"]) == ("serving", "follower", None)
+
+
+async def test_too_little_memory_for_images_is_said_and_versions_come_from_disk(world: World) -> None:
+    await world.serves(world.publish(4))
+    status, now, _ = await world.server.call("GET", "/stitch/status")
+    assert status == 200
+    assert (now["destination"]["asked"], now["destination"]["uses"]) == ("auto", "disk")
+    assert "of memory (" in now["destination"]["why"]
+    assert "(1000 bytes) are available" in now["destination"]["why"]
+    assert now["last_update"]["destination"] == "disk"
+    assert world.server.log.read_text().count("stitch: destination disk: ") == 1
 
 
 async def test_server_info_keeps_the_engines_fields(world: World) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.local.sglang_server import environment
+from recipes.local.sglang_server import environment, free_port
 
 from .checkpoints import random_weights, write
+from .server import ARGUMENTS
 
 pytestmark = pytest.mark.real
 
@@ -31,14 +32,20 @@ def boot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("boot"), random_weights(0))
 
 
-def start(boot: Path, how: Sequence[str], arguments: Sequence[str], settings: Mapping[str, str]) -> str:
-    """The output of a start that must fail."""
+def start(
+    boot: Path,
+    how: Sequence[str],
+    arguments: Sequence[str],
+    settings: Mapping[str, str],
+    loads: bool = False,
+) -> str:
+    """The output of a start that must fail, before it loads anything unless it ``loads``."""
     command = [sys.executable, "-W", "ignore", *how, "--model-path", str(boot), "--device", "cpu", *arguments]
     variables = environment(boot.parent, settings)
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode != 0
     output = ended.stdout + ended.stderr
-    assert "Load weight begin" not in output
+    assert loads == ("Load weight begin" in output)
     return output
 
 
@@ -58,3 +65,20 @@ def test_a_setting_that_cannot_be_used_is_named(boot: Path) -> None:
     settings = {"STITCH_STORE": f"file:{boot.parent}/store", "STITCH_KV_MODE": "flush"}
     output = start(boot, ("-m", "sglang.launch_server"), (), settings)
     assert "stitch: STITCH_KV_MODE='flush' cannot be used: it is in_place or retract" in output
+
+
+def test_a_destination_that_fails_its_self_test_ends_the_server_with_the_tensors(boot: Path) -> None:
+    """Weights that are not the boot checkpoint's: here SGLang makes them up."""
+    settings = {
+        "STITCH_RECEIVE": "r", "STITCH_ROOTS": str(boot.parent), "STITCH_DESTINATION": "cpu",
+        "STITCH_HOST_DIR": str(boot.parent / "host"),
+    }  # fmt: skip
+    output = start(
+        boot,
+        ("-m", "sglang.launch_server"),
+        (*ARGUMENTS, "--port", str(free_port()), "--load-format", "dummy"),
+        settings,
+        loads=True,
+    )
+    assert "this replica must be replaced: no destination cpu: a second load of the boot checkpoint" in output
+    assert "model.embed_tokens.weight (from byte 0 of" in output

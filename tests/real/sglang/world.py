@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,19 @@ class World:
         variables = {f"STITCH_{name.upper()}": value for name, value in given.items()} | (environment or {})
         self.server = SGLangServer(self.boot, self.scratch, variables, arguments)
         return self.server
+
+    def faults(self) -> dict[str, str]:
+        """Faults of ``rank_faults.py`` by files in ``scratch``: for the environment of a server.
+
+        As an installed plugin is, in a directory that the server's processes look into.
+        """
+        directory = self.scratch / "distribution"
+        info = directory / "faults-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = rank_faults:register\n")
+        shutil.copy(Path(__file__).with_name("rank_faults.py"), directory)
+        return {"FAULTS": str(self.scratch)}
 
     def publish(self, seed: int) -> int:
         """The weights of ``seed`` as the next version; its number."""
