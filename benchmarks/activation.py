@@ -106,6 +106,7 @@ class Versions:
             # Each step is undone two versions later, so that an even count ends where it began.
             self.tensors = nudge(self.tensors, start=(number - 1) % 2)
             self._encode(encoder, number)
+        self.tensors = {}
 
     def _encode(self, encoder: DeltaEncoder, number: int) -> None:
         directory = self.source / directory_name(number)

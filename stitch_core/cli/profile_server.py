@@ -51,8 +51,10 @@ class HttpServer:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"{url} is not a URL such as http://127.0.0.1:30100")
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
+        # Servers close connections that were idle for 5 s; one that is taken up just then is lost.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(
-            timeout=timeout, headers=dict(headers or {}), connector=aiohttp.TCPConnector(limit=0)
+            timeout=timeout, headers=dict(headers or {}), connector=connector
         ) as session:
             yield cls(session, url)
 
