@@ -32,7 +32,7 @@ from .records import How, Place, Record, list_records, upload_record
 from .replica.fetching import Fetcher, Wanted
 from .retention import fetching_in
 from .retry import Retry, retrying
-from .spans import Range, newest_aggregate, replaced, wanted
+from .spans import SHAPE, Range, Shape, newest_aggregate, replaced, wanted
 from .stores.transfer import DigestMismatch, file_digest
 from .versions import PolicyVersion
 
@@ -108,6 +108,7 @@ class Compactor:
         grace: float = GRACE,
         policy: Retry | None = None,
         widths: Mapping[str, int] | None = None,
+        shape: Shape = SHAPE,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``name`` tells this process from others; ``say`` is told what is going on."""
@@ -115,6 +116,7 @@ class Compactor:
         self._store, self._run, self._work, self._name = store, run, work, name
         self._files, self._clock, self._rng, self._run_blocking = files, clock, rng, run_blocking
         self._grace, self._policy, self._widths, self._say = grace, policy or Retry(), widths, say
+        self._shape = shape
         self._chain = ChainReader(store)
         self._planner = Planner(store, self._chain, piece_cost=0)
         self._fetcher = Fetcher(store, files, run_blocking, rng)
@@ -171,11 +173,11 @@ class Compactor:
             view = _View(newest, rows, places, end, [])
             numbers = sorted(number for number in view.states if number >= end)
             there = {range for range in places if self._sketches_of(view, range)}
-            if end == self.root or newest_aggregate(numbers, there, self.root) == end:
+            if end == self.root or newest_aggregate(numbers, there, self.root, self._shape) == end:
                 break
         left = [
             (a, b)
-            for a, b in wanted(numbers, self.root)
+            for a, b in wanted(numbers, self.root, self._shape)
             if (a, b) not in there | self._failed.keys() and view.states.get(a) != view.states[b]
         ]
         return replace(view, left=left)
@@ -324,7 +326,7 @@ class Compactor:
 
     async def _retire(self, view: _View) -> list[str]:
         """Delete aggregates that were replaced long enough ago and that nobody fetches; their keys."""
-        now, old = self._clock.monotonic(), replaced(view.places, self.root)
+        now, old = self._clock.monotonic(), replaced(view.places, self.root, self._shape)
         digests = {place.digest: place for range in old for place in view.places[range]}
         self._replaced_since = {digest: self._replaced_since.get(digest, now) for digest in digests}
         due = [digest for digest, since in self._replaced_since.items() if now - since > self._grace]

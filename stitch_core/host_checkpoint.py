@@ -16,19 +16,22 @@ sure that it has one. A full is written beside the data and takes its place when
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from .applying import Applying
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
 from .dialects import INDEX_NAME
 from .host_data import copy_files, make_durable_dirs, open_with_index, side_files
 from .host_marker import Holding, Interrupted, Marker
-from .journal import Journal, Write
+from .journal import Journal
 from .lineage import Plan, Source
 from .manifest import Manifest
+from .parallel import default_workers
 from .ports import Files, write_atomic
 from .state import TensorInfo, layout_difference, state_digest
 from .versions import directory_name
@@ -36,6 +39,9 @@ from .versions import directory_name
 __all__ = ["Holding", "HostCheckpoint", "HostCheckpointError", "Interrupted", "RepresentationInvalid"]
 
 BATCH_BYTES = 64 << 20
+BATCH_SHARE = 50
+"""The journal's bound: this share of the model, and ``BATCH_BYTES`` for small ones."""
+
 _LINK = re.compile(r"weight_v[0-9]{6,}\Z")
 
 
@@ -56,8 +62,10 @@ class HostCheckpoint:
         files: Files,
         *,
         nonce: Callable[[], str] = lambda: secrets.token_hex(8),
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | None = None,
+        workers: int | None = None,
     ) -> None:
+        """``batch_bytes`` bounds a journal's record, and ``workers`` are threads; by default as fits."""
         self.root = root
         self.files = files
         self.holding: Holding | None = None
@@ -66,6 +74,7 @@ class HostCheckpoint:
         self.table: dict[str, TensorInfo] = {}
         self._nonce = nonce
         self._batch_bytes = batch_bytes
+        self._workers = workers or default_workers()
         self._journal = Journal(root / "journal", files)
         self._data: Path | None = None
         self._checkpoint: Checkpoint | None = None
@@ -131,7 +140,7 @@ class HostCheckpoint:
         """Finish what the journal holds, and find out by hashing which version the data is."""
         try:
             if marker.target is not None:
-                self._journal.redo(marker.tag, data)
+                self._journal.redo(marker.tag, data, workers=self._workers)
             self._checkpoint = Checkpoint.open(data, self.files)
             table = self._checkpoint.table()
         except (ValueError, FileNotFoundError) as error:  # ValueError also from writing past a file's end
@@ -216,8 +225,16 @@ class HostCheckpoint:
         if any(delta.representation.encoding == "sparse" for delta in plan.deltas):
             names |= self._checkpoint.tensors.keys()  # what is in sparse files is known when they are there
         sizes = [ref.nbytes for name, ref in self._checkpoint.tensors.items() if name in names]
-        journal = max(self._batch_bytes, *sizes) if sum(sizes) > self._batch_bytes else sum(sizes)
-        return need + max(0, journal + 200 * len(sizes) - self._journal.size())
+        # A record ends after the tensor with which it passes the bound.
+        journal = min(sum(sizes), self._bound() + max(sizes, default=0))
+        return need + max(0, journal + 200 * len(sizes) + sum(sizes) // 10_000 - self._journal.size())
+
+    def _bound(self) -> int:
+        """Bytes of one record of the journal, about."""
+        if self._batch_bytes is not None or self._checkpoint is None:
+            return self._batch_bytes or BATCH_BYTES
+        model = sum(ref.nbytes for ref in self._checkpoint.tensors.values())
+        return max(BATCH_BYTES, model // BATCH_SHARE)
 
     def _apply_in_place(self, plan: Plan, directory_of: Callable[[Source], Path]) -> None:
         held, base = self._base_of(plan, directory_of)
@@ -227,15 +244,20 @@ class HostCheckpoint:
         try:
             deltas = PlanDeltas(base, plan.deltas, directory_of, self.files)
             _check_target(plan, deltas)
-            batches = self._batches(checkpoint, deltas)
-            first = next(batches, [])
-            more = sum(1 for _ in batches)  # verified now, computed again when their turn comes
             marker = Marker(data.name, held, Holding.of(plan.target), self._nonce())
-            if first:
-                self._begin(marker)
-            for batch in self._batches(checkpoint, deltas) if more else [first] if first else []:
-                self._journal.carry_out(marker.tag, data, [write for _, write in batch])
-                self.table.update((name, deltas.final[name]) for name, _ in batch)
+            applying = Applying(checkpoint, deltas, self.table, self._workers)
+            todo, begun = applying.todo(), False
+            while todo:
+                # All that is left is verified before the first byte is written; what does not fit the
+                # journal is computed again when its turn comes.
+                done = self._journaled(applying, todo, marker.tag, verify_all=not begun)
+                if not begun:
+                    self._begin(marker)
+                begun = True
+                if not self._journal.redo(marker.tag, data, workers=self._workers):
+                    raise OSError(errno.EIO, "the journal is not what was written into it", str(self.root))
+                self.table.update((name, deltas.final[name]) for name in done)
+                todo = applying.todo()
         except (CopyDamaged, CheckpointError) as error:
             self._hold_none(f"its data is damaged: {error}")
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}") from error
@@ -271,21 +293,23 @@ class HostCheckpoint:
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}")
         return self.interrupted.base, base
 
-    def _batches(self, checkpoint: Checkpoint, deltas: PlanDeltas) -> Iterator[list[tuple[str, Write]]]:
-        """Verified new bytes of every tensor that is not final yet, up to ``batch_bytes`` at a time."""
-        refs = checkpoint.tensors
-        todo = [name for name in deltas.names if self.table[name].digest != deltas.final[name].digest]
-        batch: list[tuple[str, Write]] = []
-        size = 0
-        for name in sorted(todo, key=lambda name: (refs[name].file.name, refs[name].offset)):
-            if batch and size + refs[name].nbytes > self._batch_bytes:
-                yield batch
-                batch, size = [], 0
-            new = deltas.compute(name, checkpoint.read(name), self.table[name].digest)
-            batch.append((name, Write(refs[name].file.name, refs[name].offset, new.data)))
-            size += refs[name].nbytes
-        if batch:
-            yield batch
+    def _journaled(self, applying: Applying, todo: Sequence[str], tag: str, *, verify_all: bool) -> list[str]:
+        """Make a record of as many tensors as fit, durable; their names."""
+        record, bound = self._journal.record(tag), self._bound()
+        done: list[str] = []
+        applying.wish.writes = True
+        with contextlib.closing(applying.writes(todo)) as found:
+            for name, writes in found:
+                if not applying.wish.writes:
+                    continue
+                record.add(writes)
+                done.append(name)
+                if record.size >= bound:
+                    applying.wish.writes = False
+                    if not verify_all:
+                        break
+        record.seal()
+        return done
 
     def _apply_full(self, plan: Plan, full: Source, directory_of: Callable[[Source], Path]) -> None:
         names = [file.name for file in full.representation.files]
@@ -302,11 +326,7 @@ class HostCheckpoint:
             deltas = PlanDeltas(table, plan.deltas, directory_of, self.files)
             _check_target(plan, deltas)
             try:
-                for name in deltas.names:
-                    new = deltas.compute(name, checkpoint.read(name), table[name].digest)
-                    self.files.write_at(
-                        checkpoint.tensors[name].file, checkpoint.tensors[name].offset, new.data
-                    )
+                Applying(checkpoint, deltas, table, self._workers).rewrite()
             except (CopyDamaged, CheckpointError) as error:
                 raise HostCheckpointError(f"{data} was damaged while it was being made: {error}") from error
             for file in checkpoint.weight_files if plan.deltas else ():

@@ -1,37 +1,77 @@
-"""A redo journal: absolute bytes that are about to be written into files.
+"""A redo journal: absolute values that are about to be written into files.
 
 One record at a time. It is durable before the files it names are touched, and those are durable before the
 next record replaces it; so after a crash at any point, writing the record again (any number of times) leaves
-each of its ranges whole.
+each of its ranges whole. A range is either all of its bytes, or the elements of it that change with their
+new values: what a crash leaves of the others is right in either state.
 
-Format: ``STJRNL1\\n``, u64 LE length of a JSON object, 16 bytes xxh3-128 of object and body, the object
-{"tag", "ranges": [[file, offset, bytes], ...]}, the body: the ranges' bytes one after another.
+Format: ``STJRNL2\\n``, u64 LE offset and u64 LE length of a JSON object, 16 bytes xxh3-128 of all from byte
+40 to its end; the ranges' bodies from byte 40 on, one after another; the object {"tag", "ranges": [[file,
+offset, bytes, width, changes, stored bytes], ...]}. With width 0 a body is the range's bytes, else a block as
+in a sparse file (docs/format.md), with new values in place of XOR values.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from .delta.scan import scan
+from .delta.sparse_block import decode_block, encode_block
+from .parallel import in_order
 from .ports import Buffer, Files
+from .safetensors import ByteArray, as_bytes
 
-MAGIC = b"STJRNL1\n"
+MAGIC = b"STJRNL2\n"
 COPY_BYTES = 16 << 20
-_HEAD = struct.Struct("<8sQ16s")
+SPOOL_BYTES = 4 << 20
+_HEAD = struct.Struct("<8sQQ16s")
+_DENSE = 4
+"""With more than one changed element in so many, all bytes take no more room than the changes."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """Bytes for a range of ``file``, a name in the directory that the journal is for."""
+    """Bytes for a range of ``file``, a name in the directory that the journal is for.
+
+    With a ``width``, ``data`` is the block of the ``changes`` elements that change among ``nbytes`` bytes.
+    """
 
     file: str
     offset: int
     data: Buffer
+    width: int = 0
+    nbytes: int = 0
+    changes: int = 0
+
+    @classmethod
+    def difference(cls, file: str, offset: int, old: ByteArray, new: ByteArray, width: int) -> Write | None:
+        """What turns ``old`` at ``offset`` into ``new``; None if they are equal."""
+        positions, _ = scan(old, new, width)
+        if positions.size == 0:
+            return None
+        if positions.size > new.size // width // _DENSE:
+            return cls(file, offset, new.data)
+        values = new.view(f"<u{width}").take(positions)
+        return cls(file, offset, encode_block(positions, values), width, new.size, positions.size)
+
+
+@dataclass(frozen=True)
+class _Range:
+    file: str
+    offset: int
+    nbytes: int
+    width: int
+    changes: int
+    at: int
+    stored: int
 
 
 class Journal:
@@ -50,62 +90,117 @@ class Journal:
         """Bytes that the file takes now."""
         return self._files.size(self._path) if self._files.exists(self._path) else 0
 
+    def record(self, tag: str) -> Record:
+        """A new record, in the place of the last one, which must have been carried out."""
+        return Record(self._path, self._files, tag)
+
     def carry_out(self, tag: str, directory: Path, writes: Sequence[Write]) -> None:
         """Record ``writes``, do them, and make them durable. They extend no file."""
-        self._record(tag, writes)
-        for write in writes:
-            self._files.write_at(directory / write.file, write.offset, write.data)
-        for file in sorted({write.file for write in writes}):
-            self._files.sync(directory / file)
+        record = self.record(tag)
+        record.add(writes)
+        record.seal()
+        if not self.redo(tag, directory):
+            raise OSError(errno.EIO, "the journal is not what was written into it", str(self._path))
 
-    def redo(self, tag: str, directory: Path) -> bool:
-        """Do the record of ``tag`` again; False if there is none. Raises OSError if a file of it is lost."""
+    def redo(self, tag: str, directory: Path, *, workers: int = 1) -> bool:
+        """Do the record of ``tag`` and make it durable; False if there is none. OSError if a file is lost."""
         ranges = self._ranges(tag)
         if ranges is None:
             return False
-        for file, offset, at, length in ranges:
-            for done in range(0, length, COPY_BYTES):
-                data = self._files.read(self._path, at + done, min(COPY_BYTES, length - done))
-                self._files.write_at(directory / file, offset + done, data)
-        for file in sorted({file for file, *_ in ranges}):
+        for _ in in_order((functools.partial(self._write, directory, one) for one in ranges), workers):
+            pass
+        for file in sorted({one.file for one in ranges}):
             self._files.sync(directory / file)
         return True
 
-    def _record(self, tag: str, writes: Sequence[Write]) -> None:
-        ranges = [[write.file, write.offset, len(write.data)] for write in writes]
-        text = json.dumps({"tag": tag, "ranges": ranges}).encode()
-        digest = xxhash.xxh3_128(text)
-        for write in writes:
-            digest.update(write.data)
-        head = _HEAD.pack(MAGIC, len(text), digest.digest())
-        self._files.write_at(self._path, 0, head + text)
-        at = len(head) + len(text)
-        for write in writes:
-            self._files.write_at(self._path, at, write.data)
-            at += len(write.data)
-        self._files.sync(self._path)
+    def _write(self, directory: Path, one: _Range) -> None:
+        path = directory / one.file
+        if one.width == 0:
+            for done in range(0, one.stored, COPY_BYTES):
+                data = self._files.read(self._path, one.at + done, min(COPY_BYTES, one.stored - done))
+                self._files.write_at(path, one.offset + done, data)
+            return
+        block = self._files.read(self._path, one.at, one.stored)
+        positions, values = decode_block(block, one.width, one.changes, one.nbytes // one.width)
+        first = int(positions[0]) * one.width
+        length = (int(positions[-1]) + 1) * one.width - first
+        if first + length > one.nbytes:
+            raise ValueError(f"{self._path}: a block reaches beyond its range")
+        there = as_bytes(bytearray(self._files.read(path, one.offset + first, length)))
+        if there.size != length:
+            raise ValueError(f"{path} ends at {one.offset + first + there.size}, before what changes in it")
+        there.view(values.dtype)[positions - positions[0]] = values
+        self._files.write_at(path, one.offset + first, there.data)
 
-    def _ranges(self, tag: str) -> list[tuple[str, int, int, int]] | None:
-        """The valid record's (file, offset there, position here, bytes)."""
+    def _ranges(self, tag: str) -> list[_Range] | None:
+        """The valid record's ranges."""
         size = self.size()
         head = self._files.read(self._path, 0, _HEAD.size) if size >= _HEAD.size else b""
         if head[:8] != MAGIC or len(head) < _HEAD.size:
             return None
-        _, length, expected = _HEAD.unpack(head)
-        if length > size - _HEAD.size:
+        _, end, length, expected = _HEAD.unpack(head)
+        if end < _HEAD.size or end + length > size:
             return None
-        text = self._files.read(self._path, _HEAD.size, length)
-        digest = xxhash.xxh3_128(text)
-        try:
-            record = json.loads(text)
-            at, ranges = _HEAD.size + length, []
-            for file, offset, count in record["ranges"]:
-                ranges.append((str(file), int(offset), at, int(count)))
-                at += count
-        except (ValueError, KeyError, TypeError):
+        digest = xxhash.xxh3_128()
+        for done in range(_HEAD.size, end + length, COPY_BYTES):
+            digest.update(self._files.read(self._path, done, min(COPY_BYTES, end + length - done)))
+        if digest.digest() != expected:
             return None
-        if record.get("tag") != tag or at > size:
+        record = json.loads(self._files.read(self._path, end, length))
+        if record["tag"] != tag:
             return None
-        for done in range(_HEAD.size + length, at, COPY_BYTES):
-            digest.update(self._files.read(self._path, done, min(COPY_BYTES, at - done)))
-        return ranges if digest.digest() == expected else None
+        ranges, at = [], _HEAD.size
+        for file, offset, nbytes, width, changes, stored in record["ranges"]:
+            ranges.append(_Range(file, offset, nbytes, width, changes, at, stored))
+            at += stored
+        return ranges
+
+
+class Record:
+    """A record that is being made; none, for whoever reads the journal, until it is sealed."""
+
+    def __init__(self, path: Path, files: Files, tag: str) -> None:
+        self._spooled = 0
+        self._path, self._files, self._tag = path, files, tag
+        self._ranges: list[list[object]] = []
+        self._digest = xxhash.xxh3_128()
+        self._waiting: list[Buffer] = []
+        self._waiting_bytes = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of what was added."""
+        return self._spooled + self._waiting_bytes
+
+    def add(self, writes: Iterable[Write]) -> None:
+        """Their ranges must not overlap, nor what was added before."""
+        for write in writes:
+            data = memoryview(write.data)
+            count = write.nbytes if write.width else len(data)
+            self._ranges.append([write.file, write.offset, count, write.width, write.changes, len(data)])
+            self._digest.update(data)
+            self._waiting.append(data)
+            self._waiting_bytes += len(data)
+            if self._waiting_bytes >= SPOOL_BYTES:
+                self._spool()
+
+    def _spool(self) -> None:
+        data = b"".join(self._waiting)
+        at = _HEAD.size + self._spooled
+        if at == _HEAD.size:
+            data = bytes(_HEAD.size) + data
+            at = 0
+        self._files.write_at(self._path, at, data)
+        self._spooled += self._waiting_bytes
+        self._waiting, self._waiting_bytes = [], 0
+
+    def seal(self) -> None:
+        """Durable from here on."""
+        text = json.dumps({"tag": self._tag, "ranges": self._ranges}).encode()
+        end = self.size + _HEAD.size
+        self._digest.update(text)
+        self._waiting.append(text)
+        self._waiting_bytes += len(text)
+        self._spool()
+        self._files.write_at(self._path, 0, _HEAD.pack(MAGIC, end, len(text), self._digest.digest()))
+        self._files.sync(self._path)

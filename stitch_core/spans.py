@@ -10,13 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-RADIX = 4
-BLOCK = RADIX * RADIX
-WINDOW = 64
-"""Blocks of four are made for the newest so many versions; older ones would serve hardly anybody."""
 
-KEPT_AGGREGATES = 2
+@dataclass(frozen=True)
+class Shape:
+    """Versions in a four and in a block. Fours are made for the ``window`` newest versions: older ones would
+    serve hardly anybody. ``kept`` aggregates stay.
+    """
+
+    four: int = 4
+    block: int = 16
+    window: int = 64
+    kept: int = 2
+
+
+SHAPE = Shape()
 
 Range = tuple[int, int]
 
@@ -27,14 +36,14 @@ def edges(numbers: Sequence[int], size: int) -> list[int]:
     return found + [n for n in numbers[-1:] if n % size == 0]
 
 
-def wanted(numbers: Sequence[int], root: int) -> list[Range]:
+def wanted(numbers: Sequence[int], root: int, shape: Shape = SHAPE) -> list[Range]:
     """The spans that ought to be there above ``numbers[0]``; each is made of those before it.
 
     ``numbers`` are the versions from the newest aggregate's, or from the root, to the head, ascending.
     """
     at = {number: i for i, number in enumerate(numbers)}
-    ends, head = edges(numbers, BLOCK), numbers[-1]
-    fours = [(a, b) for a, b in itertools.pairwise(edges(numbers, RADIX)) if b > head - WINDOW]
+    ends, head = edges(numbers, shape.block), numbers[-1]
+    fours = [(a, b) for a, b in itertools.pairwise(edges(numbers, shape.four)) if b > head - shape.window]
     ranges = fours + list(itertools.pairwise(ends))
     ranges = [(a, b) for a, b in ranges if at[b] - at[a] > 1]
     if ends and ends[-1] > max(numbers[0], root + 1):
@@ -42,13 +51,13 @@ def wanted(numbers: Sequence[int], root: int) -> list[Range]:
     return list(dict.fromkeys(ranges))
 
 
-def newest_aggregate(numbers: Sequence[int], ranges: Iterable[Range], root: int) -> int:
+def newest_aggregate(numbers: Sequence[int], ranges: Iterable[Range], root: int, shape: Shape = SHAPE) -> int:
     """Where the newest aggregate among the spans ``ranges`` ends; the root if there is none."""
-    ends = set(edges(numbers, BLOCK))
+    ends = set(edges(numbers, shape.block))
     return max((b for a, b in ranges if a == root and b in ends), default=root)
 
 
-def replaced(ranges: Iterable[Range], root: int) -> list[Range]:
-    """Aggregates among ``ranges`` that newer ones have replaced. One of 16 versions is a block as well."""
-    aggregates = sorted((a, b) for a, b in ranges if a == root and b - a > BLOCK)
-    return aggregates[:-KEPT_AGGREGATES]
+def replaced(ranges: Iterable[Range], root: int, shape: Shape = SHAPE) -> list[Range]:
+    """Aggregates among ``ranges`` that newer ones have replaced. One of a single block is that as well."""
+    aggregates = sorted((a, b) for a, b in ranges if a == root and b - a > shape.block)
+    return aggregates[: -shape.kept]

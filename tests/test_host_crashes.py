@@ -45,7 +45,7 @@ class World:
         process = SimulatedProcess(cast(Any, SimpleNamespace()), "replica")
         self.files = self.machine.files(process)
         self.host = HostCheckpoint(
-            ROOT, self.files, nonce=lambda: str(next(self._nonces)), batch_bytes=self.batch_bytes
+            ROOT, self.files, nonce=lambda: str(next(self._nonces)), batch_bytes=self.batch_bytes, workers=1
         )
 
     def _sync_all(self, path: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from stitch_core.lineage import Sketch, cheapest_plan
-from stitch_core.spans import KEPT_AGGREGATES, edges, newest_aggregate, replaced, wanted
+from stitch_core.spans import SHAPE, edges, newest_aggregate, replaced, wanted
 from stitch_core.versions import PolicyVersion
 
 
@@ -68,7 +68,7 @@ def test_the_root_need_not_be_version_0() -> None:
 def test_two_aggregates_are_kept_and_nothing_else_goes() -> None:
     spans = compacted(list(range(100)))
     assert {b for a, b in spans if a == 0 and b > 16} == {80, 96}
-    assert KEPT_AGGREGATES == 2
+    assert SHAPE.kept == 2
     assert not replaced([(0, 4), (0, 16), (0, 32), (4, 48), (0, 48)], 0)
 
 

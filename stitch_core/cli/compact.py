@@ -162,7 +162,8 @@ class _Job:
 
 async def _or_stopped(task: asyncio.Future[Pass], stop: asyncio.Event) -> Pass | None:
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [task, stopping]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if task.done():
         return task.result()

@@ -6,7 +6,7 @@ manifest says is never used again, a damaged copy is rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ..safetensors import ByteArray, CheckpointError, as_bytes
 from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
 from .directory import DeltaDirectory
 from .one_pass import apply_in_place
+from .stream import stream
 from .wire import DeltaError
 
 
@@ -81,11 +82,7 @@ class PlanDeltas:
         ``digest`` may be that of any point on the way, as an interrupted apply leaves it. Raises
         RepresentationInvalid, and CopyDamaged when ``old`` does not have that digest.
         """
-        steps = self._steps[name]
-        starts = [i for i, step in enumerate(steps) if step.old == digest]
-        if not starts:
-            raise CopyDamaged(f"tensor {name} is {digest}, which no step of the plan starts from")
-        steps = steps[starts[-1] :]
+        steps = self._left(name, digest)
         new = as_bytes(old).copy()
         try:
             digest = apply_in_place(new, name, [step.directory for step in steps])
@@ -95,6 +92,38 @@ class PlanDeltas:
             _find_fault(name, old, steps)
             raise CopyDamaged(f"tensor {name} was read twice with different bytes")
         return new
+
+    def parts(
+        self, name: str, size: int, read: Callable[[int, int], Buffer], digest: str
+    ) -> Iterator[tuple[int, ByteArray, ByteArray]]:
+        """As ``compute``, part by part: (start, old bytes, new bytes), of bytes that ``read`` gives.
+
+        They are verified when the last part is given; whoever took some before must forget them if this
+        raises. ``read`` takes offset and length.
+        """
+        steps = self._left(name, digest)
+        if size == 0 or any(step.directory.index.encoding == "overwrite" for step in steps):
+            old = as_bytes(read(0, size))
+            new = self.compute(name, old.data, digest)
+            if size:
+                yield 0, old, new
+            return
+        try:
+            for start, old, new, final in stream(name, size, read, [step.directory for step in steps]):
+                if final and final != steps[-1].new:
+                    raise DeltaError("another digest")
+                yield start, old, new
+        except DeltaError:
+            self.compute(name, read(0, size), digest)  # which finds whose fault it is
+            raise CopyDamaged(f"tensor {name} was read twice with different bytes") from None
+
+    def _left(self, name: str, digest: str) -> list[_Step]:
+        """The steps that tensor ``name`` of that digest has before it."""
+        steps = self._steps[name]
+        starts = [i for i, step in enumerate(steps) if step.old == digest]
+        if not starts:
+            raise CopyDamaged(f"tensor {name} is {digest}, which no step of the plan starts from")
+        return steps[starts[-1] :]
 
 
 def changes_of(delta: Source, directory: DeltaDirectory) -> Mapping[str, tuple[str, str]]:

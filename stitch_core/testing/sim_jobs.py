@@ -1,4 +1,4 @@
-"""Simulated jobs around a run: collectors, an anchor job, and readers that stage without an engine."""
+"""Simulated jobs around a run: collectors, compactors, an anchor job, readers without an engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 from ..anchors import Anchors
 from ..chain import ChainReader, NoHead
 from ..checkpoint import Checkpoint
+from ..compactor import Compactor
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
 from ..manifest import canonical_json
@@ -18,6 +19,7 @@ from ..replica.anchoring import ReplicaAnchors
 from ..replica.staging import Stager
 from ..retention import Collector
 from ..retry import Retry
+from ..spans import Shape
 from .process import SimulatedProcess
 from .sim_keeper import hint
 from .sim_world import BOOT, DISK, World
@@ -87,6 +89,37 @@ class SimulatedCollector(SimulatedJob):
                 self._note(process, error)
 
 
+SMALL = Shape(2, 4, 8)
+"""Of few versions, so that short runs have aggregates to replace."""
+
+
+class SimulatedCompactor(SimulatedJob):
+    """Compacts again and again; ``grace`` in seconds for replaced aggregates."""
+
+    def __init__(self, world: World, name: str, run: str, *, grace: float, every: float = 10.0) -> None:
+        super().__init__(world, name, run)
+        self.grace, self.every = grace, every
+
+    async def _live(self, process: SimulatedProcess) -> None:
+        world, files = self.world, self.machine.files(process)
+        work = DISK / "compact"
+        files.remove_tree(work)
+        files.make_dirs(work)
+        compactor = Compactor(
+            world.store(process), self.run, work, process.name, files=files, clock=world.clock(),
+            rng=world.random, run_blocking=world.loop.run_blocking, grace=self.grace, policy=SHORT,
+            shape=SMALL, say=lambda text: world.trace.add(f"{process.name}: {text}"),
+        )  # fmt: skip
+        while True:
+            await asyncio.sleep(self.every * world.random.uniform(0.2, 1.8))
+            try:
+                done = await compactor.compact()
+                if done.made or done.problems:
+                    world.trace.add(f"{process.name}: {done.spans} spans, {dict(done.problems)}")
+            except FAILURES as error:
+                self._note(process, error)
+
+
 class SlowStore:
     """A store whose reads take ``seconds`` longer: a joiner behind a thin line."""
 
@@ -110,7 +143,7 @@ class _Staging(SimulatedJob):
     def _stager(self, process: SimulatedProcess, anchors: ReplicaAnchors | None = None) -> Stager:
         world, files = self.world, self.machine.files(process)
         store = cast(Store, SlowStore(world.store(process), self.slow))
-        host = HostCheckpoint(self.root, files, nonce=world.nonce, batch_bytes=40)
+        host = HostCheckpoint(self.root, files, nonce=world.nonce, batch_bytes=40, workers=1)
         return Stager(
             store, ChainReader(store), host, BOOT, files=files, clock=world.clock(), rng=world.random,
             run_blocking=world.loop.run_blocking, activity=lambda _: None, anchors=anchors,

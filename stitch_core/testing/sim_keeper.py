@@ -1,6 +1,7 @@
-"""Watches what collectors delete, by rules of its own: when heads really moved, and who fetches what.
+"""Watches collectors and compactors, by rules of its own: when heads moved, and who fetches what.
 
-Independent of retention.py: it never asks what a collector thinks, only what is gone from the bucket.
+Independent of retention.py and compactor.py: it never asks what they think, only what is gone from the
+bucket.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ..head import Channel
 from ..lineage import NoPlan, Source, cheapest_plan
 from ..manifest import Manifest, floor_number, read_payload_key, run_prefix
 from ..pins import Pin
-from ..records import place_of
+from ..records import Record, place_of
 from ..retention import LOOK_AGAIN
 from ..versions import PolicyVersion
 from .sim_world import World
@@ -22,7 +23,8 @@ EPOCH = 1_700_000_000.0
 
 
 class Keeper:
-    """Ends the world at the first delete that breaks a rule. ``grace`` is what its collectors use.
+    """Ends the world at the first delete that breaks a rule. ``grace`` is what its collectors use, and its
+    compactors for what was replaced.
 
     ``deleted`` counts payload objects and records that went.
     """
@@ -33,6 +35,8 @@ class Keeper:
         self._head_since: dict[PolicyVersion, float] = {}
         self._fetching_since: dict[str, float] = {}
         self._named_since: dict[tuple[str, int], float] = {}
+        self._spans_since: dict[str, float] = {}
+        self._retired: set[str] = set()
         world.bucket.observers.append(self._written)
 
     @property
@@ -58,6 +62,9 @@ class Keeper:
             self._look(now)
         elif run and new is None and old is not None:
             self._deleted(run, key, who, now)
+        elif key.endswith("/span.json") and new is not None:
+            self._spans_since.setdefault(key, now)
+            self._check_span(run, key, new, who)
 
     def _look(self, now: float) -> None:
         """Who fetches what, by records that have not expired by any clock."""
@@ -95,7 +102,10 @@ class Keeper:
         assert newest is not None
         on_chain = judge.versions.get(PolicyVersion(run, number))
         refers = payload is None or (on_chain is not None and on_chain.epoch == payload[1])
-        if refers or (payload is not None and payload[1] >= judge.heads[run].epoch):
+        replaced = place is not None and place[0] is not None and self._was_replaced(run, key, place, now)
+        if replaced:
+            refers = False
+        elif refers or (payload is not None and payload[1] >= judge.heads[run].epoch):
             self._check_age(newest, number, f"{who}: {key}", now, refers)
         digest = f"sha256:{place[2]}" if place else on_chain.digest() if on_chain and refers else ""
         self._look(now)
@@ -125,6 +135,34 @@ class Keeper:
             judge.broken("retention: two floors are kept", f"{what}, the second floor is {second}")
         elif number >= max(old, default=0):
             judge.broken("retention: the grace", f"{what}, floors that are old enough: {old}")
+
+    def _check_span(self, run: str, key: str, data: bytes, who: str) -> None:
+        """Whole when it is seen, and between versions that were the head's."""
+        judge, record = self.world.judge, Record.decode(data, span=True, where=key)
+        assert record.since is not None
+        ends = [judge.versions.get(PolicyVersion(run, n)) for n in (record.since, record.number)]
+        states = [None if manifest is None else manifest.state for manifest in ends]
+        if states != [record.representation.base, record.state]:
+            judge.broken("truth: a span is between versions", f"{who}: {key}")
+        for file in record.representation.files:
+            if len(self.world.bucket.objects.get(record.file_key(file.name), b"")) != file.size:
+                judge.broken("durable: every byte of a span is there", f"{who}: {key} {file.name}")
+
+    def _was_replaced(
+        self, run: str, key: str, place: tuple[int | None, int, str, str | None], now: float
+    ) -> bool:
+        """Two longer spans from the same version have been there for the grace; the document goes first."""
+        since, number, digest, file = place
+        if file is not None:
+            return digest in self._retired
+        newer = 0
+        for other, written in self._spans_since.items():
+            found = place_of(other.removeprefix(run_prefix(run)))
+            if found is not None and found[0] == since and found[1] > number and now - written > self.grace:
+                newer += other in self.world.bucket.objects
+        if newer >= 2:
+            self._retired.add(digest)
+        return newer >= 2
 
     def _floor_before(self, run: str, floor: int) -> int:
         manifest = self.world.judge.versions[PolicyVersion(run, floor)]

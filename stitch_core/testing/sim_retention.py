@@ -1,4 +1,4 @@
-"""Collectors, an anchor job, trainers and readers on one run: nothing that is needed goes."""
+"""Collectors, compactors, an anchor job, trainers and readers on one run: nothing that is needed goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from ..manifest import floor_number, run_prefix
 from ..pins import Pin, pin_key
 from ..versions import PolicyVersion
 from .sim_cases import head_number, kill_at, until
-from .sim_jobs import SimulatedAnchorJob, SimulatedCollector, SimulatedJob, SimulatedReader
+from .sim_jobs import (
+    SimulatedAnchorJob,
+    SimulatedCollector,
+    SimulatedCompactor,
+    SimulatedJob,
+    SimulatedReader,
+)
 from .sim_keeper import Keeper
 from .sim_random import SETTLE
 from .sim_trainer import SimulatedTrainer
@@ -20,10 +26,10 @@ Part = SimulatedTrainer | SimulatedJob
 
 
 async def retention(world: World) -> None:
-    """Two trainers, two collectors, four readers and an anchor job, with any faults at every call."""
+    """Two trainers, collectors and compactors, four readers and an anchor job, any faults at every call."""
     random, grace = world.random, world.random.choice((0.0, 60.0, 240.0))
     keeper = Keeper(world, grace)
-    versions = random.randint(8, 16)
+    versions, encoding = random.randint(8, 16), random.choice(("xor", "sparse"))
     trainers = [_trainer(world, name, versions) for name in ("trainer", "rival")]
     readers = [
         SimulatedReader(
@@ -33,7 +39,10 @@ async def retention(world: World) -> None:
         for i in range(4)
     ]  # fmt: skip
     jobs: list[SimulatedJob] = [SimulatedCollector(world, f"gc{i}", "a", grace=grace) for i in range(2)]
+    jobs += [SimulatedCompactor(world, f"compact{i}", "a", grace=grace) for i in range(random.choice((0, 2)))]
     jobs.append(SimulatedAnchorJob(world, "anchor", "a"))
+    for trainer in trainers:
+        trainer.encoding = encoding
     parts: list[Part] = [*trainers, *readers, *jobs]
     tasks = [_start(part, 60.0 * random.random() * (part is not trainers[0])) for part in parts]
     tasks.append(asyncio.ensure_future(_chaos(world, parts)))
@@ -165,12 +174,13 @@ async def c10_a_replica_below_what_was_collected(world: World) -> None:
 
 
 async def c29_a_publisher_sleeps_longer_than_the_grace(world: World) -> None:
-    """Between its manifest and its swap, while collectors work, and perhaps another writer as well."""
+    """Between its manifest and its swap, while collectors and compactors work, perhaps another writer too."""
     world.timing = Timing(train=1.0)
     keeper = Keeper(world, 10.0)
     await _anchored(world)
     collectors = [SimulatedCollector(world, f"gc{i}", "a", grace=10.0, every=5.0) for i in range(2)]
-    tasks = [asyncio.ensure_future(collector.supervise()) for collector in collectors]
+    compactors = [SimulatedCompactor(world, f"compact{i}", "a", grace=10.0, every=5.0) for i in range(2)]
+    tasks = [asyncio.ensure_future(job.supervise()) for job in (*collectors, *compactors)]
     sleeper = _trainer(world, "sleeper", 12, 0.0)
     slept: list[str] = []
 
@@ -224,6 +234,82 @@ async def c34_a_full_beside_the_chain_is_corrupt(world: World) -> None:
     await until(world, lambda: reader.applied == 14, "the reader")
     assert len(reads) == seen, "it was read again"
     task.cancel()
+
+
+async def s34_a_cheap_span_is_corrupt(world: World) -> None:
+    """One file of the aggregate is not what its record says: planned around, and not read again."""
+    world.timing = Timing(train=1.0)
+    Keeper(world, 1e6)
+    trainer = _trainer(world, "first", 12, 0.0)
+    trainer.encoding = world.random.choice(("xor", "sparse"))
+    await trainer.supervise()
+    job = asyncio.ensure_future(SimulatedCompactor(world, "compact", "a", grace=1e6).supervise())
+    await until(world, lambda: (0, 12) in _spans(world), "the aggregate")
+    aggregate = next(r for r in world.judge.records("a") if (r.since, r.number) == (0, 12))
+    wrong = aggregate.file_key(world.random.choice(aggregate.representation.files).name)
+    get, at = world.bucket.get, world.random.random()
+
+    def damaged(key: str) -> bytes:
+        data = get(key)
+        place = int(at * len(data))
+        return data if key != wrong else data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+    world.bucket.get = damaged  # type: ignore[method-assign]
+    reader, reads = SimulatedReader(world, "r", "a"), []
+
+    def called(process: object, what: str, key: str) -> None:
+        if key == wrong and process is reader.process:
+            reads.append(key)
+
+    world.bucket.on_call = called
+    task = asyncio.ensure_future(reader.supervise())
+    await until(world, lambda: reader.applied == 12, "the reader")
+    seen = len(reads)
+    assert seen, "it was not even tried"
+    # The compactor meets it too, when it makes the next aggregate, and does without.
+    more = _trainer(world, "more", 16, 0.0)
+    more.encoding = trainer.encoding
+    await more.supervise()
+    await until(world, lambda: (0, 16) in _spans(world), "the next aggregate")
+    await until(world, lambda: reader.applied == 16, "the reader")
+    assert len(reads) == seen, "it was read again"
+    joiner = SimulatedReader(world, "joiner", "a")
+    joining = asyncio.ensure_future(joiner.supervise())
+    await until(world, lambda: joiner.applied == 16, "a joiner")
+    for each in (task, job, joining):
+        each.cancel()
+
+
+def _spans(world: World) -> set[tuple[int | None, int]]:
+    return {(record.since, record.number) for record in world.judge.records("a")}
+
+
+async def n05_a_joiner_fetches_an_aggregate_that_was_replaced(world: World) -> None:
+    """Two compactors make newer ones, and the grace is over: its record keeps the one that it fetches."""
+    world.timing = Timing(train=1.0)
+    keeper = Keeper(world, 10.0)
+    trainer = _trainer(world, "first", 9, 0.0)
+    await trainer.supervise()
+    compactors = [SimulatedCompactor(world, f"compact{i}", "a", grace=10.0, every=5.0) for i in range(2)]
+    tasks = [asyncio.ensure_future(job.supervise()) for job in compactors]
+    await until(world, lambda: (0, 8) in _spans(world), "the aggregate")
+    joiner = SimulatedReader(world, "joiner", "a")
+    joiner.slow = 400.0
+    tasks.append(asyncio.ensure_future(joiner.supervise()))
+    await asyncio.sleep(30.0)
+    world.timing = Timing(train=25.0)
+    more = _trainer(world, "more", 24, 0.0)
+    await more.supervise()
+    await until(world, lambda: (0, 24) in _spans(world), "newer ones")
+    await until(world, lambda: (0, 12) not in _spans(world), "one that is not fetched goes")
+    await until(world, lambda: joiner.applied == 9, "the joiner", 5000.0)
+    assert not joiner.errors, joiner.errors
+    joiner.slow = 0.0
+    await until(world, lambda: joiner.applied == 24, "the joiner", 5000.0)
+    await until(world, lambda: (0, 8) not in _spans(world), "the one that was fetched goes")
+    assert keeper.deleted > 0
+    for task in tasks:
+        task.cancel()
 
 
 async def n01_a_joiner_slower_than_the_grace(world: World) -> None:
@@ -330,8 +416,10 @@ RETENTION_CASES = [
     c10_a_replica_below_what_was_collected,
     c29_a_publisher_sleeps_longer_than_the_grace,
     c34_a_full_beside_the_chain_is_corrupt,
+    s34_a_cheap_span_is_corrupt,
     n01_a_joiner_slower_than_the_grace,
     n02_a_stalled_reader_and_a_second_collector,
     n03_a_trainer_dies_and_its_leftovers_are_collected,
     n04_a_channel_and_a_pin_keep_what_they_name,
+    n05_a_joiner_fetches_an_aggregate_that_was_replaced,
 ]

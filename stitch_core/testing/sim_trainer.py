@@ -80,6 +80,7 @@ class SimulatedTrainer:
         self.refused: list[ClaimRefused] = []
         self.changes: list[str] | None = None
         self.raise_floor = False
+        self.encoding = "xor"
         self.fenced: Fenced | None = None
         self.machine: SimulatedMachine = world.machine(name)
         self.process: SimulatedProcess | None = None
@@ -138,8 +139,8 @@ class SimulatedTrainer:
     async def _train(self, publisher: Publisher, files: Files, state: str) -> None:
         """From weights of that state, as a checkpoint that was saved with them has them."""
         weights = self.world.weights[state]
-        encoder = DeltaEncoder(weights)
-        below_floor = not publisher.builds_on(state)
+        encoder = DeltaEncoder(weights, self.encoding)
+        below_floor = not await publisher.builds_on(state)
         while publisher.head.number < self.versions:
             await asyncio.sleep(self.world.timing.train * self.world.random.uniform(0.2, 1.8))
             weights = self.world.trained(weights, self.changes)
@@ -162,7 +163,7 @@ class SimulatedTrainer:
                 if payload.kind == "delta":
                     encoder.commit()
                 else:
-                    encoder = DeltaEncoder(weights)
+                    encoder = DeltaEncoder(weights, self.encoding)
                 below_floor = False
                 if self.world.random.random() < self.save_rate:
                     self.saved = Saved(number, payload.state)

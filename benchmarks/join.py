@@ -1,0 +1,272 @@
+"""Joining a run of real steps at any version, and what the compactor spends on it.
+
+A trainer's encoder makes a run of each trace of benchmarks/traces.py (256 steps, sparse deltas; the trace end to end several times, so that what a file costs does not
+count for much), and the real
+compactor looks after every version, on files. D6: for every version the planner's own choice for a host that has the
+boot checkpoint: pieces, and bytes of all files of the plan beside the model's bytes. D7: CPU of the compactor
+beside the public alternative, an aggregate from version 0 that is refreshed at each step (zstd level 1 of the
+XOR, streamed with reused buffers, one decode and one encode of an aggregate each); both per version, on one
+thread. Joins are also carried out and timed: fetched files to verified weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+from benchmarks import traces
+from benchmarks.harness import Row, at_most, run, say
+from stitch_core.chain import ChainReader
+from stitch_core.compactor import Compactor
+from stitch_core.delta.directory import DeltaDirectory
+from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.delta.one_pass import apply_in_place
+from stitch_core.files import PosixFiles
+from stitch_core.lineage import Plan
+from stitch_core.manifest import Manifest
+from stitch_core.planner import PIECE_COST, Planner
+from stitch_core.ports import SystemClock
+from stitch_core.publisher import Boot, Payload, Publisher
+from stitch_core.safetensors import ByteArray, Tensor
+from stitch_core.state import TensorInfo, state_digest, tensor_digest
+from stitch_core.stores.memory import MemoryStore
+
+TENSORS = 4
+
+
+class Files(PosixFiles):
+    """Without fsync: what is measured is CPU."""
+
+    def sync(self, path: Path) -> None:
+        pass
+
+
+FILES = Files()
+LIMITS = {"1e-6": 22.0, "3e-6": 40.0}
+
+
+async def inline(function: Any, /, *args: Any) -> Any:
+    return function(*args)
+
+
+@dataclass
+class Join:
+    """The plan of a joiner at one version."""
+
+    number: int
+    pieces: int
+    percent: float
+
+
+@dataclass
+class Spent:
+    """CPU seconds, all versions together."""
+
+    compactor: float = 0.0
+    refresh: float = 0.0
+
+
+class Trial:
+    """One trace, as a run in a store."""
+
+    def __init__(self, rate: str, steps: int, size: int, work: Path) -> None:
+        self.trace = traces.load(rate)
+        self.steps, self.work = steps, work
+        self.times = max(1, size // self.trace.base.nbytes)
+        self.size = self.trace.base.nbytes * self.times
+        self.store = MemoryStore()
+        self.chain: list[Manifest] = []
+        self.joins: list[Join] = []
+        self.spent = Spent()
+        self.raw: list[Any] = []
+
+    def tensors(self, words: traces.Words) -> dict[str, Tensor]:
+        parts = np.array_split(np.tile(words, self.times), TENSORS)
+        return {f"layer.{i}": Tensor("BF16", (part.size,), part.tobytes()) for i, part in enumerate(parts)}
+
+    async def play(self) -> None:
+        """Publish every version, compact after each, and plan a join to each."""
+        versions = self.trace.versions()
+        first = self.tensors(next(versions))
+        encoder = DeltaEncoder(first, "sparse")
+        table = {n: TensorInfo(t.dtype, t.shape, tensor_digest(t.data)) for n, t in first.items()}
+        publisher = Publisher(
+            self.store, "r", files=FILES, clock=SystemClock(), rng=random.Random(0),
+            nonce=lambda: f"{random.getrandbits(64):x}", run_blocking=inline,
+        )  # fmt: skip
+        self.chain.append(await publisher.claim(Boot("boot", state_digest(table))))
+        compactor = Compactor(
+            self.store, "r", self.work / "compactor", "benchmark", files=FILES, clock=SystemClock(),
+            rng=random.Random(0), run_blocking=inline,
+        )  # fmt: skip
+        self.refresher = Refresher(b"".join(bytes(t.data) for t in first.values()))
+        for words in versions:
+            number = len(self.chain)
+            if number > self.steps:
+                break
+            after = self.tensors(words)
+            directory = self.work / f"v{number}"
+            encoded = encoder.encode(after, directory, FILES, number=number, base_number=number - 1)
+            encoder.commit()
+            payload = Payload("delta", encoded.state, directory, encoded.files, encoded.base, "sparse", {})
+            self.chain.append(await publisher.publish(payload, publisher.reserve()))
+            FILES.remove_tree(directory)
+            start = time.thread_time()
+            await compactor.compact()
+            self.spent.compactor += time.thread_time() - start
+            self.refresher.prepare(b"".join(bytes(t.data) for t in after.values()))
+            start = time.thread_time()
+            self.refresher.refresh()
+            self.spent.refresh += time.thread_time() - start
+            await self._join(number)
+
+    async def _join(self, number: int) -> None:
+        plan = await self.plan(number, PIECE_COST * self.size // MODEL)
+        self.joins.append(Join(number, len(plan.sources), 100 * plan.bytes / self.size))
+
+    async def plan(self, number: int, piece_cost: int) -> Plan:
+        planner = Planner(self.store, ChainReader(self.store), piece_cost=piece_cost)
+        return await planner.plan(self.chain[number], {self.chain[0].state})
+
+
+MODEL = 60 << 30
+"""Bytes of the model that the trace stands for: PIECE_COST is for such."""
+
+
+class Refresher:
+    """The public alternative: the aggregate of version 0 and now, as one zstd-1 frame, XORed with each delta."""
+
+    CHUNK = 1 << 20
+
+    def __init__(self, base: bytes) -> None:
+        self._before = np.frombuffer(base, np.uint8)
+        self._compressor, self._decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+        self._frame = self._compressor.compress(bytes(len(base)))
+        self._delta = b""
+
+    @property
+    def bytes(self) -> int:
+        return len(self._frame)
+
+    def prepare(self, after: bytes) -> None:
+        """The new version's own delta, which the trainer made."""
+        now = np.frombuffer(after, np.uint8)
+        self._delta = self._compressor.compress((self._before ^ now).tobytes())
+        self._before = now
+
+    def refresh(self) -> None:
+        size = self._before.size
+        a, b = (self._decompressor.stream_reader(frame) for frame in (self._frame, self._delta))
+        b = zstandard.ZstdDecompressor().stream_reader(self._delta)
+        out = self._compressor.compressobj(size=size)
+        parts, total, chunk = [], bytearray(self.CHUNK), bytearray(self.CHUNK)
+        for at in range(0, size, self.CHUNK):
+            length = min(self.CHUNK, size - at)
+            for reader, buffer in ((a, total), (b, chunk)):
+                done = 0
+                while done < length:
+                    done += reader.readinto(memoryview(buffer)[done:length])
+            merged = np.frombuffer(total, np.uint8, length) ^ np.frombuffer(chunk, np.uint8, length)
+            parts.append(out.compress(merged.data))
+        self._frame = b"".join([*parts, out.flush()])
+
+
+def join_cpu(trial: Trial, number: int) -> tuple[float, float]:
+    """CPU seconds per GB of weights to apply and verify: the joiner's plan, and the refreshed aggregate."""
+    plan = asyncio.run(trial.plan(number, 0))
+    deltas = []
+    for i, source in enumerate(plan.sources):
+        directory = trial.work / f"join-{i}"
+        FILES.remove_tree(directory)
+        directory.mkdir(parents=True)
+        for file in source.representation.files:
+            (directory / file.name).write_bytes(trial.store.state.objects[source.file_key(file.name)])
+        deltas.append(DeltaDirectory.open(directory, FILES))
+    base = trial.tensors(trial.trace.base)
+    weights = {name: np.frombuffer(bytes(t.data), np.uint8).copy() for name, t in base.items()}
+
+    def ours() -> str:
+        return "".join(
+            apply_in_place(data, name, [d for d in deltas if name in d.payloads])
+            for name, data in weights.items()
+        )
+
+    whole: ByteArray = np.concatenate(list(weights.values()))
+    frame = trial.refresher._frame
+
+    def theirs() -> str:
+        reader, at = zstandard.ZstdDecompressor().stream_reader(frame), 0
+        while chunk := reader.read(2 << 20):
+            region = whole[at : at + len(chunk)]
+            np.bitwise_xor(region, np.frombuffer(chunk, np.uint8), out=region)
+            at += len(chunk)
+        return xxhash.xxh3_128_hexdigest(whole.data)
+
+    best = [float("inf")] * 2
+    for _ in range(7):  # an odd number of XORs
+        for i, side in enumerate((ours, theirs)):
+            start = time.thread_time()
+            side()
+            best[i] = min(best[i], time.thread_time() - start)
+    assert np.array_equal(np.concatenate(list(weights.values())), trial.refresher._before)
+    if number == trial.steps:
+        assert np.array_equal(whole, trial.refresher._before)
+    return best[0] / trial.size * 1e9, best[1] / trial.size * 1e9
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    steps, size = (48, 12 << 20) if options.quick else (traces.STEPS, 24 << 20)
+    worst_ratio, ratios = 0.0, {}
+    for letter, rate in zip("ab", traces.RATES, strict=True):
+        shared = Path("/dev/shm")
+        work = Path(tempfile.mkdtemp(prefix="stitch-join-", dir=shared if shared.is_dir() else None))
+        try:
+            trial = Trial(rate, steps, size, work)
+            asyncio.run(trial.play())
+            ours, theirs = join_cpu(trial, steps)
+        finally:
+            shutil.rmtree(work)
+        worst = max(trial.joins, key=lambda join: join.percent)
+        most = max(join.pieces for join in trial.joins)
+        mean = statistics.mean(join.percent for join in trial.joins)
+        chain = 100 * sum(m.representation.bytes for m in trial.chain) / trial.size
+        per_gb = trial.size * steps / 1e9
+        ratios[rate] = trial.spent.compactor / trial.spent.refresh
+        say(
+            f"lr {rate}, {steps} versions of {trial.size / 1e6:.1f} MB: joins take {mean:.1f} % on average, "
+            f"{worst.percent:.1f} % at worst (version {worst.number}), at most {most} pieces; the chain of "
+            f"sparse deltas is {chain:.0f} %, one refreshed zstd aggregate "
+            f"{100 * trial.refresher.bytes / trial.size:.1f} %; compaction {trial.spent.compactor / per_gb:.2f} "
+            f"CPU s per GB and version, refreshing {trial.spent.refresh / per_gb:.2f}; join at {steps}: "
+            f"{ours:.2f} CPU s per GB, refreshed zstd aggregate {theirs:.2f}"
+        )
+        where = f"join at any version up to {steps}, lr {rate}"
+        yield at_most(f"D6{letter}", f"% of model bytes, {where}", worst.percent, LIMITS[rate])
+        yield at_most(f"D6{letter}.pieces", f"pieces, {where}", most, 7)
+        yield Row(
+            f"join.{rate}", f"CPU of a join at {steps} / refreshed zstd aggregate's, lr {rate}", ours / theirs
+        )
+    for rate, ratio in ratios.items():
+        say(f"compaction / refresh, lr {rate}: {ratio:.3f}")
+        worst_ratio = max(worst_ratio, ratio)
+    yield at_most(
+        "D7", f"compaction CPU per version / refreshing one zstd aggregate (worst of two traces, {steps} steps)",
+        worst_ratio, 0.25, "fsync",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(__doc__ or "", measure)
