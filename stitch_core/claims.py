@@ -65,15 +65,13 @@ class Resume:
                 f"version {before} or before, or say --override to undo the rollback"
             )
 
-    async def find_base(self, head: Head, newest: Manifest, find: Find) -> Row | None:
-        """The version whose state the next delta builds on; None if the claim does not say.
+    async def check_base(self, head: Head, newest: Manifest, find: Find) -> None:
+        """Whether its next delta builds on a version that may be built on.
 
         ``find`` gives the newest version on the chain that is wanted. Raises ClaimRefused.
         """
-        if self.state is None:
-            return None
-        if self.state == newest.state:
-            return newest.row()
+        if self.state in (None, newest.state):
+            return
         if self.saved is None and not self.override:
             raise ClaimRefused(
                 f"run {newest.run} is at version {head.number}, whose state is {newest.state}, not "
@@ -84,7 +82,7 @@ class Resume:
             lambda row: row.state == self.state and (self.override or not head.abandoned_range(row.number))
         )
         if found is not None:
-            return found.row()
+            return
         given_up = await find(lambda row: row.state == self.state)
         if given_up is None:
             raise ClaimRefused(

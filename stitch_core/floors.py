@@ -1,4 +1,4 @@
-"""Raising the floor: which full beside the chain the next manifest may name as its floor.
+"""Floors: what is reached without what is below one, and which full the next manifest may raise it to.
 
 Only the publisher does, in the manifest that it writes. So a collector that trusts a head's floor never
 meets a version that needs what is below.
@@ -6,21 +6,59 @@ meets a version that needs what is below.
 
 from __future__ import annotations
 
-from .chain import ChainReader
+import asyncio
+from collections.abc import Iterable
+
+from .chain import PARALLEL_READS, ChainReader
 from .manifest import FormatError, Manifest, Row, floor_number
 from .ports import Store, StoreError
 from .records import is_whole, list_records, read_record
 
 
-class FloorRaiser:
-    """Finds floors for one run's publisher. ``note`` spares it reading what was published by itself."""
+class Bases:
+    """Which versions of one run are reached from which; a version's base is read once, or noted."""
 
-    def __init__(self, store: Store, chain: ChainReader) -> None:
-        self._store, self._chain = store, chain
-        self._bases: dict[str, str | None] = {}
+    def __init__(self, chain: ChainReader) -> None:
+        self._chain = chain
+        self._known: dict[str, str | None] = {}
 
     def note(self, manifest: Manifest) -> None:
-        self._bases[manifest.digest()] = manifest.representation.base
+        self._known[manifest.digest()] = manifest.representation.base
+
+    async def lead(self, run: str, rows: Iterable[Row], floor: Row, state: str) -> bool:
+        """Whether deltas of versions above ``floor``, which ``rows`` list, lead from its state to ``state``.
+
+        Raises ChainBroken, Unavailable.
+        """
+        above = sorted((row for row in rows if row.number > floor.number), key=lambda row: -row.number)
+        places: dict[str, list[int]] = {}
+        for i, row in enumerate(above):
+            places.setdefault(row.state, []).append(i)
+        todo, seen = [state], {state}
+        while todo:
+            at = todo.pop()
+            if at == floor.state:
+                return True
+            for i in places.get(at, ()):
+                if above[i].digest not in self._known:
+                    # Most versions build on the one before: what is read next is what comes next.
+                    await asyncio.gather(*(self._read(run, row) for row in above[i : i + PARALLEL_READS]))
+                base = self._known[above[i].digest]
+                if base is not None and base not in seen:
+                    seen.add(base)
+                    todo.append(base)
+        return False
+
+    async def _read(self, run: str, row: Row) -> None:
+        if row.digest not in self._known:
+            self.note(await self._chain.manifest(run, row))
+
+
+class FloorRaiser:
+    """Finds floors for one run's publisher."""
+
+    def __init__(self, store: Store, chain: ChainReader, bases: Bases) -> None:
+        self._store, self._chain, self._bases = store, chain, bases
 
     async def find(self, parent: Manifest, base: str) -> Row | None:
         """The floor for a delta from ``base`` that follows ``parent``, if it can be higher than the parent's.
@@ -36,7 +74,8 @@ class FloorRaiser:
             places = [place for place in places if place.key is not None and place.number > floor]
             if not places:
                 return None
-            rows = {row.number: row for row in await self._chain.rows(parent)}
+            above = await self._chain.rows(parent)
+            rows = {row.number: row for row in above}
             for place in sorted(places, key=lambda place: -place.number):
                 row = rows.get(place.number)
                 if row is None:
@@ -46,26 +85,8 @@ class FloorRaiser:
                 except FormatError:
                     continue
                 whole = record.state == row.state and is_whole(record, place)
-                if whole and await self._leads(parent.run, rows, row, base):
+                if whole and await self._bases.lead(parent.run, above, row, base):
                     return row
         except (StoreError, FormatError):
             pass
         return None
-
-    async def _leads(self, run: str, rows: dict[int, Row], floor: Row, state: str) -> bool:
-        """Whether ``state`` is reached from ``floor`` by deltas of versions above it."""
-        above = [rows[number] for number in sorted(rows) if number > floor.number]
-        while state != floor.state:
-            # Each version's base is older than itself: what is above where we are is no use any more.
-            while above and above[-1].state != state:
-                above.pop()
-            if not above:
-                return False
-            row = above.pop()
-            if row.digest not in self._bases:
-                self.note(await self._chain.manifest(run, row))
-            base = self._bases[row.digest]
-            if base is None:
-                return False
-            state = base
-        return True

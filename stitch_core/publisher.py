@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 from .chain import ChainReader, NoHead
 from .claims import ClaimRefused, Fenced, OutcomeUnknown, PublishError, Resume
-from .floors import FloorRaiser
+from .floors import Bases, FloorRaiser
 from .head import Head, head_key
 from .manifest import (
     FormatError,
     Manifest,
     Representation,
-    Row,
     extend_history,
     floor_number,
     payload_prefix,
@@ -53,12 +52,9 @@ CLAIM_ATTEMPTS = 16
 
 @dataclass(frozen=True)
 class _Claim:
-    """``base`` is the version that the claim resumed at, None if it did not say."""
-
     head: Head
     tag: str
     manifest: Manifest
-    base: Row | None = None
 
 
 class Publisher:
@@ -100,7 +96,8 @@ class Publisher:
         self._producer = dict(producer or {})
         self._alone = alone
         self._chain = ChainReader(store)
-        self._floors = FloorRaiser(store, self._chain) if raise_floor else None
+        self._bases = Bases(self._chain)
+        self._floors = FloorRaiser(store, self._chain, self._bases) if raise_floor else None
         self._claim: _Claim | None = None
         self._lost: PublishError | None = None
         self._next = 0
@@ -218,18 +215,16 @@ class Publisher:
                 "one or a new run id"
             )
         asked.check_saved(self.run, head)
-        base = await asked.find_base(
+        await asked.check_base(
             head, manifest, lambda wanted: self._call(lambda: self._chain.find(manifest, wanted))
         )
         if asked.saved is not None and asked.override:
             head = head.going_on_from(asked.saved)
-        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest, base)
+        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
 
-    async def _take(
-        self, expected: str | None, head: Head, manifest: Manifest, base: Row | None = None
-    ) -> _Claim | None:
+    async def _take(self, expected: str | None, head: Head, manifest: Manifest) -> _Claim | None:
         try:
-            return _Claim(head, await self._swap(expected, head), manifest, base)
+            return _Claim(head, await self._swap(expected, head), manifest)
         except Conflict:
             return None
         except WriteRefused as error:
@@ -260,12 +255,11 @@ class Publisher:
                 f"version {number} of run {self.run} is not above its head, {claim.head.number}, "
                 "or was not reserved"
             )
-        self._check_base(payload, claim.manifest)
+        await self._check_base(payload, number, claim.manifest)
         with self._metrics.publishing(self.run, self._clock) as done:
             manifest = await self._publish(payload, number, claim)
             done.append(manifest)
-        if self._floors is not None:
-            self._floors.note(manifest)
+        self._bases.note(manifest)
         return manifest
 
     async def _publish(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
@@ -319,23 +313,32 @@ class Publisher:
             "to find out"
         )
 
-    def builds_on(self, state: str) -> bool:
+    async def builds_on(self, state: str) -> bool:
         """Whether a delta on ``state`` can be published now; if not, only a full can.
 
-        It must be the state of a version from the head's floor on: what is below may have been collected.
+        It must be reached from the head's floor by deltas of versions above that: what is below may have
+        been collected. A version of a higher number may hang on it, where a trainer resumed before the floor
+        rose. Raises StoreError, FormatError.
         """
-        claim = self._claimed()
-        parent, floor = claim.manifest, floor_number(claim.manifest)
-        # The floor and the base of the claim may be older than what the history still lists.
-        rows = (parent.row(), *parent.history, parent.floor, claim.base)
-        return any(row is not None and row.state == state and row.number >= floor for row in rows)
+        parent = self._claimed().manifest
+        floor = parent.floor or parent.row()
+        if state in (parent.state, floor.state):
+            return True
+        rows = await self._call(lambda: self._chain.rows(parent))
+        return await self._call(lambda: self._bases.lead(self.run, rows, floor, state))
 
-    def _check_base(self, payload: Payload, parent: Manifest) -> None:
-        if payload.kind == "delta" and not self.builds_on(payload.base or ""):
+    async def _check_base(self, payload: Payload, number: int, parent: Manifest) -> None:
+        if payload.kind != "delta":
+            return
+        try:
+            fits = await self.builds_on(payload.base or "")
+        except (StoreError, FormatError) as error:
+            raise self._not_published(number, error) from error
+        if not fits:
             raise PublishError(
-                f"the delta's base {payload.base} is not the state of a version of run {self.run} from its "
-                f"floor {floor_number(parent)} to its head {parent.number}: publish a full, or encode "
-                "against the head"
+                f"the delta's base {payload.base} is no state that versions of run {self.run} above its "
+                f"floor {floor_number(parent)} lead to, up to its head {parent.number}: publish a full, or "
+                "encode against the head"
             )
 
     async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:

@@ -279,7 +279,7 @@ async def test_a_delta_from_a_base_that_is_not_on_the_chain(trainer: Trainer) ->
     publisher = trainer.publisher(MemoryStore())
     await publisher.claim(trainer.version0)
     trainer.delta(1)  # never published
-    with pytest.raises(PublishError, match="is not the state of a version of run r from its floor 0"):
+    with pytest.raises(PublishError, match="is no state that versions of run r above its floor 0 lead to"):
         await publisher.publish(trainer.delta(2))
 
 
@@ -290,7 +290,7 @@ async def test_a_delta_may_not_reach_below_the_floor(trainer: Trainer) -> None:
     await trainer.publish(publisher)
     await publisher.publish(trainer.full())
     trainer.resume(boot)
-    with pytest.raises(PublishError, match="from its floor 2 to its head 2"):
+    with pytest.raises(PublishError, match="above its floor 2 lead to, up to its head 2"):
         await trainer.publish(publisher)
 
 

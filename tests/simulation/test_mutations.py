@@ -207,7 +207,7 @@ def gives_up_nothing_before_it_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @method(Publisher, "builds_on")
-def builds_on_anything(self: Publisher, state: str) -> bool:
+async def builds_on_anything(self: Publisher, state: str) -> bool:
     return True
 
 
