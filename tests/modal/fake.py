@@ -45,6 +45,8 @@ class Manners:
 
     conditions: bool = True
     """Without: a Dict's put ignores ``if_not_exists``."""
+    put_seconds: float = 0.0
+    """At most so long until a Dict's put takes effect."""
     lost_replies: float = 0.0
     """How often the answer to a write of a Dict, done or not, is lost. The SDK then repeats it."""
     dedupe: bool = True
@@ -463,6 +465,7 @@ class Servicer(_Rest):
 
     async def DictUpdate(self, stream: Any) -> None:
         request, container = await self._begin(stream, "DictUpdate")
+        await asyncio.sleep(self.cloud.rng.random() * self.cloud.manners.put_seconds)
         manners, metadata = self.cloud.manners, dict(stream.metadata)
         entries, now = self._live(request.dict_id)
         repeated = metadata.get("x-idempotency-key", "")

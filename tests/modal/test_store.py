@@ -29,7 +29,8 @@ from stitch_core.ports import (
 from stitch_modal.cells import Cell
 from stitch_modal.errors import Refused, translate
 from stitch_modal.host import Host, dict_name
-from stitch_modal.store import DEAD_AFTER, FORGET_AFTER, LOOK_AGAIN, STALE_AFTER, ModalStore, open_url
+from stitch_modal.states import FORGET_AFTER, LOOK_AGAIN, STALE_AFTER
+from stitch_modal.store import DEAD_AFTER, ModalStore, open_url
 from stitch_modal.url import Location
 from tests.modal.fake import WEEK, Cloud, Container
 
