@@ -116,6 +116,7 @@ class Profile:
     memory: dict[str, int | None]
     settings: Settings
     checks: list[Check] = field(default_factory=list)
+    seed: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -149,6 +150,7 @@ class Profile:
                 "step": self.traffic.step(*self.idle_window),
             },
             "requests": {"answers": len(self.traffic.answers), "refused": self.traffic.refused},
+            "seed": self.seed,
             "checks": [asdict(check) for check in self.checks],
             "ok": self.ok,
             "excludes": [*EXCLUDES, *m.excludes],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -108,7 +109,10 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--idle", type=seconds, default=d.idle, metavar="S", help=f"traffic before the update ({d.idle:g})"
     )
-    group.add_argument("--seed", type=count, default=0, metavar="N", help="of the prompts (0)")
+    group.add_argument(
+        "--seed", type=count, metavar="N",
+        help="of the prompts (default: another one each time, so that no cache knows them)",
+    )  # fmt: skip
     group.add_argument(
         "--patience", type=interval, default=1800.0, metavar="S", help="the longest wait for anything (1800)"
     )
@@ -147,7 +151,8 @@ async def _measure(
     settings = Settings(
         options.tokens, options.load, options.load_tokens, options.idle, patience=options.patience
     )
-    compared, load = prompts_of(options.prompts, options.load, options.seed)
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    compared, load = prompts_of(options.prompts, options.load, seed)
     prompts: list[Prompt] = list(options.prompt) or compared
     # Before anything changes: whether there will be something to compare with.
     command = await _reference(options, server)
@@ -161,19 +166,23 @@ async def _measure(
         move = Follow(server, ChainReader(store), options.run_id, clock, options.patience, publish)
         say(f"version {await move.serving()} is served")
     result = await profile(server, move, prompts, load, settings, clock, memory_of(options))
+    result.seed = seed
     say(f"{result.moved.version} is served")
     if options.reference:
         async with HttpServer.opened(options.reference) as fresh:
-            result.checks.append(
-                equals_reference(result.after, await outputs(fresh, prompts, settings.tokens))
-            )
+            await _compare(result, fresh, prompts)
     elif command is not None:
         model = options.reference_model or await _checkout(options, store, result, work)
         async with fresh_server(command[0], command[1], model, work) as fresh:
-            result.checks.append(
-                equals_reference(result.after, await outputs(fresh, prompts, settings.tokens))
-            )
+            await _compare(result, fresh, prompts)
     return result
+
+
+async def _compare(result: Profile, fresh: HttpServer, prompts: Sequence[Prompt]) -> None:
+    # Prefixes that it kept of earlier requests would be added up in another order; not all engines have it.
+    await fresh.ask("POST", "/flush_cache")
+    answers = await outputs(fresh, prompts, result.settings.tokens)
+    result.checks.append(equals_reference(result.after, answers))
 
 
 def _check(options: argparse.Namespace) -> bool:
