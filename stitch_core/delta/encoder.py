@@ -11,9 +11,11 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..dialects import INDEX_NAME, SPARSE_SUFFIX
+from ..host_data import copy_files
 from ..ports import Files
 from ..safetensors import ByteArray, Tensor, as_bytes, tensor_nbytes
 from ..state import ITEM_BITS, TensorInfo, layout_difference, state_digest, tensor_digest
+from ..stores.probe import NO_LINKS
 from . import wire, xor
 from .directory import prepare_directory, write_delta, write_index
 from .sparse_apply import apply_sparse
@@ -57,7 +59,7 @@ class EncodedDelta:
 class _Undo:
     """Takes the base back over one encode: what was encoded is XOR, so it also undoes.
 
-    Sparse files stay on disk, under names of their own in ``kept``.
+    Sparse files stay on disk, under names of their own in ``kept``: hard links, or copies without them.
     """
 
     table: dict[str, TensorInfo]
@@ -211,8 +213,7 @@ class DeltaEncoder:
             names = [path.name for path in paths]
             finish(names)
             files.make_dirs(kept)
-            for path in paths:
-                files.link(path, kept / path.name)
+            _keep(paths, kept, files)
         except BaseException:
             files.remove_tree(kept)
             raise
@@ -289,6 +290,17 @@ class DeltaEncoder:
             _check_size(name, tensors[name], data)
             table[name] = TensorInfo(info.dtype, info.shape, tensor_digest(data.data))
         return table
+
+
+def _keep(paths: Sequence[Path], kept: Path, files: Files) -> None:
+    """Give files another name that lasts as long as it is needed; a copy where there are no hard links."""
+    for path in paths:
+        try:
+            files.link(path, kept / path.name)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            copy_files(files, path.parent, kept, [path.name])
 
 
 def _remove_kept(parent: Path, ending: str, files: Files) -> None:

@@ -1,5 +1,6 @@
 """The encoder and delta directories in the encoding ``sparse``: what it writes and counts, and its undo."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -82,6 +83,39 @@ def test_C04_a_failed_write_leaves_the_base(tmp_path: Path) -> None:
             step(np.random.default_rng(1), tensors), tmp_path / "v", FILES, number=1, base_number=0
         )
     assert (held(encoder), encoder.outstanding, encoder.table) == (plain(tensors), 0, table_of(tensors))
+
+
+@pytest.mark.parametrize("missing", [errno.EPERM, errno.EOPNOTSUPP])
+def test_without_hard_links_the_undo_is_a_copy(tmp_path: Path, missing: int) -> None:
+    """FAT and most FUSE mounts have none."""
+
+    class NoLinks(PosixFiles):
+        def link(self, source: Path, target: Path) -> None:
+            raise OSError(missing, "no links", str(source), None, str(target))
+
+    rng = np.random.default_rng(0)
+    old = random_tensors(rng)
+    encoder = DeltaEncoder(old, "sparse")
+    for number in (1, 2):
+        new = step(rng, old, 0.1)
+        encoder.encode(new, tmp_path / f"v{number}", NoLinks(), number=number, base_number=number - 1)
+        FILES.remove_tree(tmp_path / f"v{number}")  # what was published is gone by then
+        assert held(encoder) == plain(new)
+    encoder.undo()
+    assert (held(encoder), encoder.table) == (plain(old), table_of(old))
+    assert FILES.list(tmp_path) == []
+
+
+def test_an_undo_that_cannot_be_kept_for_another_reason_fails_the_encode(tmp_path: Path) -> None:
+    class Full(PosixFiles):
+        def link(self, source: Path, target: Path) -> None:
+            raise OSError(errno.ENOSPC, "no room", str(target))
+
+    old = random_tensors(np.random.default_rng(0))
+    encoder = DeltaEncoder(old, "sparse")
+    with pytest.raises(OSError, match="no room"):
+        encoder.encode(step(np.random.default_rng(1), old), tmp_path / "v", Full(), number=1, base_number=0)
+    assert (held(encoder), encoder.outstanding) == (plain(old), 0)
 
 
 # ------------------------------------------------------------------------------------------ directories
