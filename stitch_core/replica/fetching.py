@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,12 @@ FETCH_THREADS = 4
 
 PARALLEL_FETCHES = 16
 """Files at a time; the process's room for transfers bounds the memory."""
+
+
+PATIENCE = 120.0
+"""Seconds for which nothing arrives, after which what other processes fetch is fetched here as well."""
+
+LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,13 @@ class Fetcher:
         cache: DigestCache | None = None,
         progress: Callable[[int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
+        patience: float = PATIENCE,
     ) -> None:
-        """``progress`` gets the number of bytes of each step; ``say`` is told what the cache cannot do."""
-        self.cache = cache
+        """``progress`` gets the number of bytes of each step; ``say`` is told what the cache cannot do.
+
+        ``patience``: seconds, see PATIENCE.
+        """
+        self.cache, self._patience = cache, patience
         self._store, self._files, self._run_blocking, self._rng = store, files, run_blocking, rng
         self._progress, self._say = progress, say
 
@@ -66,20 +77,47 @@ class Fetcher:
                 failed(file, error)
                 raise
 
-        calls: list[Callable[[], Awaitable[None]]] = [functools.partial(one, file) for file in wanted]
-        if self.cache is None:
+        async def these(files: Iterable[Wanted]) -> None:
+            calls: list[Callable[[], Awaitable[None]]] = [functools.partial(one, file) for file in files]
             await all_of(calls, PARALLEL_FETCHES)
+
+        if self.cache is None:
+            await these(wanted)
             return
-        await self._run_blocking(self.cache.begin, {file.sha256: file.size for file in wanted})
         complete = False
         try:
-            await all_of(calls, PARALLEL_FETCHES)
+            await self._shared(self.cache, wanted, these)
             complete = True
         finally:
             await self._run_blocking(lambda cache: cache.done(needed=complete), self.cache)
             problem, self.cache.problem = self.cache.problem, None
             if problem is not None:
                 self._say(problem)
+
+    async def _shared(
+        self,
+        cache: DigestCache,
+        wanted: Sequence[Wanted],
+        fetch: Callable[[Iterable[Wanted]], Awaitable[None]],
+    ) -> None:
+        """``fetch`` all; last, and from the cache, what other processes of this host are fetching just now.
+
+        What they do not bring, because they fail, die or take too long, is fetched here in the end.
+        """
+        sizes = {file.sha256: file.size for file in wanted}
+        coming = await self._run_blocking(cache.begin, sizes)
+        await fetch([file for file in wanted if file.sha256 not in coming])
+        left, quiet = [file for file in wanted if file.sha256 in coming], 0.0
+        while left and quiet < self._patience:
+            await asyncio.sleep(LOOK_SECONDS)
+            quiet += LOOK_SECONDS
+            coming = await self._run_blocking(cache.coming)
+            ended = [file for file in left if file.sha256 not in coming]
+            if ended:
+                left, quiet = [file for file in left if file.sha256 in coming], 0.0
+                await self._run_blocking(cache.begin, sizes)  # room for what was not brought
+                await fetch(ended)
+        await fetch(left)
 
     async def _file(self, file: Wanted) -> None:
         cache, blocking = self.cache, self._run_blocking

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,12 +59,16 @@ class DigestCache:
         self._wanted: dict[str, int] = {}
         self._admitted: set[str] = set()
 
-    def begin(self, wanted: Mapping[str, int]) -> None:
-        """Keep the files ``wanted`` (digest to bytes) from being evicted, and make room for the new ones."""
+    def begin(self, wanted: Mapping[str, int]) -> set[str]:
+        """Keep the files ``wanted`` (digest to bytes) from being evicted, and make room for the new ones.
+
+        Returns the digests of those that other live processes are about to add; see ``coming``. May be called
+        again before ``done``.
+        """
         self._wanted = {_name(digest): size for digest, size in wanted.items()}
         self._admitted = set()
 
-        def prepare() -> None:
+        def prepare() -> set[str]:
             with self._changing():
                 there = self._sizes()
                 protected, pending = self._others()
@@ -77,8 +81,19 @@ class DigestCache:
                 self._write(self.root / "used.json", used)
                 self._lease(admitted)
                 self._admitted = set(admitted)
+                return self._digests(pending.keys() - there.keys())
 
-        self._guarded(prepare, None)
+        return self._guarded(prepare, set())
+
+    def coming(self) -> set[str]:
+        """Digests of wanted files that are not here, and that other live processes are about to add."""
+
+        def look() -> set[str]:
+            with self._changing():
+                pending = self._others()[1]
+                return self._digests(pending.keys() - set(self._files.list(self.root / "objects")))
+
+        return self._guarded(look, set())
 
     def done(self, *, needed: bool) -> None:
         """The fetch has ended. ``needed``: from now on what it wanted is what this process has and keeps."""
@@ -86,11 +101,13 @@ class DigestCache:
             self._held = self._wanted
         self._wanted, self._admitted = {}, set()
 
-        def settle() -> None:
+        def settle() -> bool:
             with self._changing():
                 self._lease({})
+            return True
 
-        self._guarded(settle, None)
+        if not self._guarded(settle, False):
+            self._end_lease()  # or others would wait for what it does not add any more
 
     def take(self, digest: str, size: int, path: Path) -> bool:
         """Put the file at ``path``, verified and durable; False if it is not here, then it is not there."""
@@ -122,8 +139,7 @@ class DigestCache:
 
     def close(self) -> None:
         """End this process's lease."""
-        alive, self._alive = self._alive, None
-        if alive is None:
+        if self._alive is None:
             return
 
         def leave() -> None:
@@ -131,7 +147,15 @@ class DigestCache:
                 self._forget(self._id)
 
         self._guarded(leave, None)
-        alive.close()
+        self._end_lease()
+
+    def _end_lease(self) -> None:
+        alive, self._alive = self._alive, None
+        if alive is not None:
+            alive.close()
+
+    def _digests(self, names: Iterable[str]) -> set[str]:
+        return {f"sha256:{name}" for name in names if name in self._wanted}
 
     # ------------------------------------------------------------------------------------------- parts
 

@@ -9,7 +9,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,15 @@ class Host:
     def __init__(self, root: Path) -> None:
         self.root, self.clock, self.caches, self.reads = root, Clock(), [], 0
         self.said: list[str] = []
+        self.held: dict[str, asyncio.Event] = {}
         self.work = root / "work"
         host = self
 
         class Counted(MemoryStore):
             async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
                 host.reads += 1
+                if key in host.held:
+                    await host.held[key].wait()
                 return await super().read(key, start, length)
 
         self.store = Counted()
@@ -62,7 +65,9 @@ class Host:
         self.caches.append(made)
         return made
 
-    async def fetch(self, cache: DigestCache | None, *numbers: int, into: str = "") -> int:
+    async def fetch(
+        self, cache: DigestCache | None, *numbers: int, into: str = "", patience: float = 60.0
+    ) -> int:
         """Fetch some files as a replica does; how many came from the store."""
         into = into or f"d{random.random()}"
         before = self.reads
@@ -70,13 +75,20 @@ class Host:
         (self.work / into).mkdir(parents=True, exist_ok=True)
         self.said.clear()
         fetcher = Fetcher(
-            self.store, PosixFiles(), asyncio.to_thread, random.Random(1), cache=cache, say=self.said.append
-        )
+            self.store, PosixFiles(), asyncio.to_thread, random.Random(1), cache=cache, say=self.said.append,
+            patience=patience,
+        )  # fmt: skip
         await fetcher.fetch(wanted)
         for file, number in zip(wanted, numbers, strict=True):
             assert file.path.read_bytes() == FILES[number]
         assert len(list((self.work / into).iterdir())) == len(numbers)
         return self.reads - before
+
+    def slow(self, numbers: Iterable[int]) -> asyncio.Event:
+        """The store does not answer for these before the event."""
+        event = asyncio.Event()
+        self.held = {f"k/{number}": event for number in numbers}
+        return event
 
     def there(self) -> set[int]:
         folder = self.root / "cache" / "objects"
@@ -100,6 +112,50 @@ async def test_what_one_replica_fetched_another_takes(host: Host) -> None:
     assert (second.hits, second.misses) == (3, 1)
     assert host.there() == {0, 1, 2, 3}
     assert host.said == []
+
+
+async def test_of_two_that_start_together_one_waits_for_the_other(host: Host) -> None:
+    slow = host.slow(range(5))
+    both = asyncio.gather(host.fetch(host.cache(), 0, 1, 2, 3), host.fetch(host.cache(), 1, 2, 3, 4))
+    await asyncio.sleep(0.1)
+    slow.set()
+    await both
+    assert host.reads == 5
+    assert [cache.hits for cache in host.caches] in ([0, 3], [3, 0])
+    assert host.said == []
+
+
+async def test_what_the_other_does_not_bring_is_fetched(host: Host) -> None:
+    """It fails in the middle; what it brought is taken, and the rest is there for a third."""
+    first, second, third = host.cache(), host.cache(), host.cache()
+    first.begin({DIGESTS[n]: SIZE for n in (0, 1, 2)})
+    waits = asyncio.ensure_future(host.fetch(second, 0, 1, 2))
+    path = host.root / "0"
+    path.write_bytes(FILES[0])
+    await asyncio.sleep(0.1)
+    first.put(DIGESTS[0], path)
+    await asyncio.sleep(0.4)
+    assert host.reads == 0
+    first.done(needed=False)
+    assert await waits == 2
+    assert await host.fetch(third, 0, 1, 2) == 0
+
+
+async def test_one_that_brings_nothing_is_waited_for_no_longer_than_patience(host: Host) -> None:
+    stuck = host.cache()
+    stuck.begin({DIGESTS[n]: SIZE for n in (0, 1)})
+    assert await host.fetch(host.cache(), 0, 1, 2, patience=0.5) == 3
+    stuck._alive = stuck._alive.close() if stuck._alive else None  # it dies: the kernel unlocks
+    assert await host.fetch(host.cache(), 0, 1) == 2, "nobody is waited for"
+
+
+async def test_one_that_cannot_say_that_it_has_ended_is_not_waited_for(host: Host) -> None:
+    files = Failing(10**9, errno.EIO)
+    broken = host.cache(files)
+    broken.begin({DIGESTS[0]: SIZE})
+    files.at = 0
+    broken.done(needed=False)
+    assert await host.fetch(host.cache(), 0) == 1
 
 
 async def test_the_least_recently_wanted_goes_first(host: Host) -> None:
