@@ -15,6 +15,8 @@ OURS: dict[str, dict[str, str]] = {
     },
     "stitch.engines": {"embedded": "stitch_embedded.replica:open_engine"},
     "stitch.pools": {
+        "dns": "stitch_gateway.pools:open_dns",
+        "modal_flash": "stitch_gateway.modal_flash:open_modal_flash",
         "static": "stitch_gateway.pools:open_static",
         "store": "stitch_gateway.pools:open_store",
     },
@@ -26,7 +28,10 @@ OURS: dict[str, dict[str, str]] = {
 }
 
 # The extra that brings a name, where it is not the name itself.
-EXTRAS = {"consumer": "gateway", "static": "gateway", "store": "gateway", "prove": "embedded"}
+EXTRAS = {
+    "consumer": "gateway", "dns": "gateway", "static": "gateway", "store": "gateway", "prove": "embedded",
+    "modal_flash": "modal",
+}  # fmt: skip
 ELSEWHERE: dict[str, tuple[str, ...]] = {}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 

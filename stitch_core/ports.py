@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -361,11 +361,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """Where a replica answers. ``record`` is its last announcement, if the pool has one; a hint."""
+    """Where a replica answers. ``record`` is its last announcement, if the pool has one; a hint.
+
+    ``headers`` go with every request to it: where many replicas have one URL, they say which.
+    """
 
     id: str
     url: str
     record: dict[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Pool(Protocol):

@@ -31,7 +31,7 @@ from .common import Commands, UsageError, add_command
 COMMANDS = (
     "replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions",
     "inspect", "verify", "diff", "checkout", "doctor", "anchor", "compact", "gc", "profile",
-    "provenance",
+    "provenance", "scale",
 )  # fmt: skip
 PLUGINS = "stitch.commands"
 

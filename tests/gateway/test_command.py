@@ -20,6 +20,9 @@ from stitch_core.stores import open_store
     ("options", "said"),
     [
         (["--replica", "http://a:1", "--facade"], "--run"),
+        ([], "--store, --pool or --replica"),
+        (["--pool", "dns:nowhere"], "dns:NAME:PORT"),
+        (["--pool", "carrier:pigeon"], "there is no pool 'carrier'"),
         (["--replica", "http://a:1", "--run", "r", "--lag", "1"], "--store"),
         (["--replica", "http://a:1", "--run", "r", "--engine", "tp_size=2"], "--facade"),
         (["--replica", "http://a:1", "--run", "r", "--facade", "--engine", "tp_size"], "KEY=VALUE"),

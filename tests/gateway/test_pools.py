@@ -1,13 +1,14 @@
 """Where the gateway looks for replicas: hints, which are probed and never believed."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from stitch_core.ports import Unavailable
 from stitch_core.stores.memory import MemoryStore
-from stitch_gateway.pools import StaticPool, StorePool, open_static, open_store
+from stitch_gateway.pools import StaticPool, StorePool, open_dns, open_static, open_store
 
 
 class Clock:
@@ -80,3 +81,79 @@ async def test_open_store(tmp_path: Any) -> None:
     pool = open_store(f"store:file:{tmp_path}")
     assert list(await pool.replicas()) == []
     await pool.close()
+
+
+class Counting(MemoryStore):
+    reads = 0
+
+    async def load(self, key: str) -> Any:
+        self.reads += 1
+        return await super().load(key)
+
+
+async def test_a_record_is_read_again_only_once_it_should_have_been_renewed() -> None:
+    store, clock = Counting(), Clock()
+    for number in range(100):
+        await store.replace(f"replicas/{number}.json", record(id=str(number)))
+    pool = StorePool(store, clock)
+    for _ in range(5):
+        assert len(await pool.replicas()) == 100
+    assert store.reads == 100
+    await store.replace("replicas/new.json", record(id="new"))
+    await store.delete("replicas/7.json")
+    assert {r.id for r in await pool.replicas()} ^ {str(number) for number in range(100)} == {"7", "new"}
+    assert store.reads == 101
+    clock.now = 1010.5
+    await store.replace("replicas/1.json", record(id="1", address="http://moved:1", expires=1025.0))
+    assert {r.id: r.url for r in await pool.replicas()}["1"] == "http://moved:1"
+    assert store.reads == 201
+
+
+async def test_a_clock_that_is_ahead_is_not_believed_for_ever() -> None:
+    store, clock = Counting(), Clock()
+    await store.replace("replicas/a.json", record(expires=1e12))
+    pool = StorePool(store, clock)
+    await pool.replicas()
+    clock.now = 1031.0
+    await pool.replicas()
+    assert store.reads == 2
+
+
+async def test_addresses_of_a_name() -> None:
+    answers: list[Any] = [
+        ["10.0.0.2", "10.0.0.1", "10.0.0.1", "fd00::1"],
+        socket.gaierror(socket.EAI_AGAIN, "later"),
+        OSError("no network"),
+        ["10.0.0.3"],
+        socket.gaierror(socket.EAI_NONAME, "no such name"),
+    ]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        assert (host, port) == ("replicas.svc", 30100)
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return list(answer)
+
+    pool = open_dns("dns:replicas.svc:30100", resolve=resolve)
+    seen = [[(r.id, r.url) for r in await pool.replicas()] for _ in range(5)]
+    first = [
+        ("10.0.0.1:30100", "http://10.0.0.1:30100"),
+        ("10.0.0.2:30100", "http://10.0.0.2:30100"),
+        ("[fd00::1]:30100", "http://[fd00::1]:30100"),
+    ]
+    assert seen == [first, first, first, [("10.0.0.3:30100", "http://10.0.0.3:30100")], []]
+
+
+async def test_a_real_name() -> None:
+    pool = open_dns("dns:localhost:30100")
+    assert {r.id for r in await pool.replicas()} & {"127.0.0.1:30100", "[::1]:30100"}
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["dns:", "dns:a", "dns::1", "dns:a:0", "dns:a:x", "dns:http://a:1", "dns:a:99999"]
+)
+def test_dns_refuses_what_is_no_name(url: str) -> None:
+    with pytest.raises(ValueError, match="is not dns:NAME:PORT"):
+        open_dns(url)

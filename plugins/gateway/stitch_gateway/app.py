@@ -153,7 +153,8 @@ class Gateway:
         """What every replica answers alike."""
         for replica in sorted(self.fleet.replicas, key=lambda r: (not r.ready, not r.alive, r.load)):
             try:
-                async with self._session.get(replica.url + path_of(request), timeout=self._control) as answer:
+                url, headers = replica.url + path_of(request), replica.headers
+                async with self._session.get(url, headers=headers, timeout=self._control) as answer:
                     if answer.status == 200:
                         return web.Response(body=await answer.read(), content_type=answer.content_type)
             except FAILURES:

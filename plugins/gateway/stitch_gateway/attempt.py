@@ -26,6 +26,8 @@ PASSED_HEADERS = ("content-type", "retry-after", HEADER_ADMITTED, HEADER_RUN, HE
 # Bytes of one event of a stream.
 MOST_EVENT = 64 << 20
 LARGE = 1 << 20
+# A front that routes by these (Modal's) would overrule the gateway.
+STEERING = ("modal-session-id", "modal-flash-upstream")
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -64,7 +66,7 @@ class Attempt:
         body = call.body if len(call.body) < LARGE else io.BytesIO(call.body)
         try:
             async with self._session.post(
-                replica.url + call.path, data=body, headers=call.headers, timeout=self._timeout
+                replica.url + call.path, data=body, headers=_asked(call, replica), timeout=self._timeout
             ) as answer:
                 return await self._judge(request, call, replica, answer)
         except FAILURES as error:
@@ -163,6 +165,13 @@ async def _plain(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         raise aiohttp.ClientPayloadError(f"its answer is not {encoding}: {error}") from None
     if not stream.eof:
         raise aiohttp.ClientPayloadError(f"its answer in {encoding} was cut")
+
+
+def _asked(call: Call, replica: Replica) -> dict[str, str]:
+    """Headers of a request; who chooses a replica is the gateway, wherever a client would have it routed."""
+    if not replica.headers:
+        return call.headers
+    return {**{name: text for name, text in call.headers.items() if name not in STEERING}, **replica.headers}
 
 
 async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from typing import Any
 
@@ -32,14 +33,23 @@ def add_parser(commands: Commands) -> None:
         commands, "gateway", run, "route requests to replicas that serve the version they demand",
         "Send each request to a ready replica whose run and version it allows, the least loaded one. Where\n"
         "none has the version yet, hold the request until one has, or answer 409 after --hold seconds.\n\n"
-        "Replicas are found in the store, where they announce themselves, or listed with --replica.\n\n"
+        "Replicas are found in the store, where they announce themselves, in another --pool, or listed with\n"
+        "--replica. SIGTERM: it takes no new connections and lets requests end.\n\n"
         "With --facade it is to slime and Miles one external engine with its router: their updates succeed\n"
         "once the version is published, since replicas follow the store by themselves, and what they abort\n"
         "or count are the requests of their run and consumer only. docs/http.md has the routes.",
     )  # fmt: skip
-    pool = parser.add_mutually_exclusive_group(required=True)
-    pool.add_argument("--store", metavar="URL", help="find replicas by their records in this store")
+    parser.add_argument(
+        "--store", metavar="URL",
+        help="the store: heads, consumers, and, with no other pool, replicas by their records in it",
+    )  # fmt: skip
+    pool = parser.add_mutually_exclusive_group()
     pool.add_argument("--replica", action="append", metavar="URL", help="a replica's address; repeatable")
+    pool.add_argument(
+        "--pool", metavar="POOL",
+        help="where replicas are: dns:NAME:PORT (a Kubernetes headless service), modal_flash:APP/SERVER, "
+        "store:URL, static:http://a:30100,http://b:30100",
+    )  # fmt: skip
     parser.add_argument(
         "--peers", metavar="POOL",
         help="the other gateways, told of aborts of what they hold: static:http://a:30000,http://b:30000",
@@ -109,11 +119,19 @@ async def run(options: argparse.Namespace) -> int:
         raise UsageError("--engine describes the engine of a facade: add --facade")
     if options.lag is not None and not options.store:
         raise UsageError("--lag needs --store, where the head of the run is")
-    if options.replica:
-        await _serve(options, StaticPool(options.replica), None)
-    else:
-        async with opened_store(options.store) as store:
-            await _serve(options, StorePool(store, SystemClock()), store)
+    if not (options.store or options.replica or options.pool):
+        raise UsageError("where are the replicas? Give --store, --pool or --replica")
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(opened_store(options.store)) if options.store else None
+        if options.pool:
+            pool = _opened_pool(options.pool)
+            stack.push_async_callback(pool.close)
+        elif options.replica:
+            pool = StaticPool(options.replica)
+        else:
+            assert store is not None
+            pool = StorePool(store, SystemClock())
+        await _serve(options, pool, store)
     return 0
 
 

@@ -257,8 +257,9 @@ class Facade:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_CHASE)
             calls = calls & self._dispatcher.calls
-            late = [(c.replica.url, own) for c in calls if c.replica is not None for own in c.engine_ids]
-            await asyncio.gather(*(self._reach.one(url, "/abort_request", {"rid": own}) for url, own in late))
+            late = [(c.replica, own) for c in calls if c.replica is not None for own in c.engine_ids]
+            posts = (self._reach.one(r.url, "/abort_request", {"rid": own}, r.headers) for r, own in late)
+            await asyncio.gather(*posts)
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

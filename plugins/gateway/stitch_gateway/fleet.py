@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from stitch_core.ports import Pool
+from stitch_core.ports import Pool, ReplicaAddress
 from stitch_core.versions import HEADER_ADMITTED, HEADER_RUN, PolicyVersion, check_run_id
 
 from .routing import Replica
@@ -70,7 +70,7 @@ class Fleet:
         try:
             while True:
                 try:
-                    addresses = {a.id: a.url for a in await self._pool.replicas()}
+                    addresses = {a.id: a for a in await self._pool.replicas()}
                     self.pool_error = None
                     self._follow(addresses)
                 except Exception as error:  # a pool that fails must not take the gateway down
@@ -109,19 +109,21 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------------- inside
 
-    def _follow(self, addresses: Mapping[str, str]) -> None:
-        taken = set(addresses.values())
-        for id_ in [i for i, replica in self._replicas.items() if addresses.get(i) != replica.url]:
+    def _follow(self, addresses: Mapping[str, ReplicaAddress]) -> None:
+        places = {id_: _place(address) for id_, address in addresses.items()}
+        taken = set(places.values())
+        for id_ in [i for i, replica in self._replicas.items() if places.get(i) != _place(replica)]:
             # A pool that lost its records, as a store that is not mounted has, must not take the fleet down:
             # who answers stays until it does not.
-            if id_ not in addresses and self._replicas[id_].alive and self._replicas[id_].url not in taken:
+            known = self._replicas[id_]
+            if id_ not in addresses and known.alive and _place(known) not in taken:
                 continue
             self._probes.pop(id_).cancel()
             del self._replicas[id_]
             self.notify()
-        for id_, url in addresses.items():
+        for id_, address in addresses.items():
             if id_ not in self._replicas:
-                self._replicas[id_] = replica = Replica(id_, url)
+                self._replicas[id_] = replica = Replica(id_, address.url, address.headers)
                 self._probes[id_] = asyncio.create_task(self._follow_one(replica))
 
     async def _follow_one(self, replica: Replica) -> None:
@@ -145,7 +147,7 @@ class Fleet:
     async def _probe(self, replica: Replica) -> None:
         before = (replica.alive, replica.ready)
         try:
-            async with self._session.get(f"{replica.url}/ready", timeout=self._timeout) as response:
+            async with self._get(replica, "/ready") as response:
                 status: Any = json.loads(await _bounded(response))
                 ready = response.status == 200 and status.get("ready") is True
                 active = int(status.get("active_requests") or 0)
@@ -161,11 +163,15 @@ class Fleet:
         if before != (replica.alive, replica.ready):
             self.notify(replica)
 
+    def _get(self, replica: Replica, path: str) -> Any:
+        headers = dict(replica.headers)
+        return self._session.get(replica.url + path, headers=headers, timeout=self._timeout)
+
     async def _queue(self, replica: Replica) -> bool:
         """Ask the engine for its queue; whether it tells."""
         ours = replica.sequences
         try:
-            async with self._session.get(f"{replica.url}{LOADS}", timeout=self._timeout) as response:
+            async with self._get(replica, LOADS) as response:
                 if response.status != 200:
                     return False
                 queued = _queued(json.loads(await _bounded(response)))
@@ -179,6 +185,10 @@ class Fleet:
         if replica.serving != version:
             replica.serving = version
             self.notify(replica)
+
+
+def _place(at: Replica | ReplicaAddress) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return at.url, tuple(sorted(at.headers.items()))
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

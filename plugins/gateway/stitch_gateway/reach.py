@@ -43,7 +43,7 @@ class Reach:
 
     async def everyone(self, path: str, body: dict[str, Any]) -> int:
         """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
-        posts = [self.one(replica.url, path, body) for replica in self._fleet.replicas]
+        posts = [self.one(replica.url, path, body, replica.headers) for replica in self._fleet.replicas]
         return sum(await asyncio.gather(*posts))
 
     async def one(
@@ -81,7 +81,7 @@ class Reach:
         while self._wanted:
             wanted, self._wanted = self._wanted, set()
             late = [r for r in self._fleet.replicas if r.alive and any(_behind(r, each) for each in wanted)]
-            await asyncio.gather(*(self.one(replica.url, "/wake", {}) for replica in late))
+            await asyncio.gather(*(self.one(replica.url, "/wake", {}, replica.headers) for replica in late))
             await asyncio.sleep(WAKE_EVERY)
 
 

@@ -8,7 +8,7 @@ that replica has far more than its share; then the next in the key's order. All 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
@@ -25,11 +25,12 @@ class Replica:
 
     ``in_flight``: our requests there; ``sequences``: the sequences that they generate, which is what an
     engine queues. ``others``: what the engine had of others when it was last asked, as it ``tells``, or else
-    what the replica's gate had.
+    what the replica's gate had. ``headers`` go with every request to it.
     """
 
     id: str
     url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
     alive: bool = False
     ready: bool = False
     serving: PolicyVersion | None = None
