@@ -1,6 +1,6 @@
 """What both sides of benchmarks/gateway.py talk to and are asked by: bare HTTP over asyncio, no framework.
 
-`python _echo.py N SECONDS` serves N engines on free ports and prints these; streams get a token every SECONDS.
+`python _echo.py N SECONDS` serves N engines on free ports and prints these; tokens come every SECONDS.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the gateway costs: added latency, throughput beside sglang-router, thousands of streams, moves.
 
-All sides talk to the same echo engines, which answer at once (benchmarks/_echo.py). G2 needs sglang-router from
+All sides talk to the same echo engines, which answer at once (_echo.py). G2 needs sglang-router from
 PyPI (requirements/router.txt): --router names a Python that has it, else one is made in a temporary
 directory. Throughput on one core is requests per second of CPU that the process used: other work on the
 machine does not count. It does in G1, which wants a quiet machine, with a core for each of three processes.
@@ -160,8 +160,8 @@ def latency_rows(direct: list[int], through: int, seconds: float) -> Iterator[Ro
     for id, percent, limit in (("G1a", 50, 2.0), ("G1b", 99, 10.0)):
         ours, theirs = cuts["gateway"][percent - 1] * 1e3, cuts["direct"][percent - 1] * 1e3
         yield at_most(
-            id, f"ms that the gateway adds at 200 req/s, p{percent} ({ours:.2f} to {theirs:.2f} direct, asked at "
-            "the same time)", ours - theirs, limit, "the network: all on one host",
+            id, f"ms that the gateway adds at 200 req/s, p{percent} ({ours:.2f} to {theirs:.2f} direct, "
+            "both in turns)", ours - theirs, limit, "the network: all on one host",
         )  # fmt: skip
 
 
