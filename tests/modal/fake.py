@@ -75,6 +75,7 @@ class Container:
     base: dict[str, tuple[int, ...]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    ended: bool = False
 
     def files(self) -> dict[str, Path]:
         found = {}
@@ -167,9 +168,11 @@ class Cloud:
     def end(self, name: str, *, commit: bool) -> None:
         """The container is gone; what was pending is committed in the end, or is lost."""
         container = self.containers.pop(name)
-        if commit:
-            self.commit(container)
-        shutil.rmtree(container.root)
+        with container.lock:
+            if commit:
+                self.commit(container)
+            container.ended = True
+            shutil.rmtree(container.root)
 
     def store(self, name: str, *, visible_after: float = 0.05, prefix: str = "", mounted: bool = True,
               clock: Any = None, deadline: float = 5.0) -> ModalStore:  # fmt: skip
@@ -202,7 +205,7 @@ class Cloud:
 
     def commit(self, container: Container) -> None:
         with container.lock:
-            changes = container.changes()
+            changes = {} if container.ended else container.changes()
             if changes:
                 with self.lock:
                     container.own.add(len(self.log))

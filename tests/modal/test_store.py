@@ -441,6 +441,29 @@ async def test_a_second_winner_is_found_out(cloud: Cloud) -> None:
     await asyncio.gather(*(store.close() for store in (*stores, *readers)))
 
 
+@pytest.mark.parametrize("kind", ["swap", "replace"])
+async def test_created_anew_after_another_deleted_it(cloud: Cloud, kind: str) -> None:
+    both = cloud.store("a"), cloud.store("b")
+    for store, other in (both, both[::-1]):
+        await (store.swap("k", None, b"x") if kind == "swap" else store.replace("k", b"x"))
+        await asyncio.sleep(0.06)
+        assert (await other.load("k")).data == b"x"
+        await other.delete("k")
+        await asyncio.sleep(0.06)
+        await store.create("k", LARGE)
+        with pytest.raises(AlreadyExists):
+            await other.create("k", b"y")
+        assert await other.read("k") == LARGE
+        assert await other.list("") == [Entry("k", len(LARGE))]
+        assert await other.size("k") == len(LARGE)
+        await store.delete("k")
+        await asyncio.sleep(0.06)
+        assert await other.list("") == []
+        with pytest.raises(NotFound):
+            await other.load("k")
+    await asyncio.gather(*(each.close() for each in both))
+
+
 async def test_what_is_removed_by_hand_is_not_brought_back(cloud: Cloud) -> None:
     later = Later(cloud)
     store, other = cloud.store("a", clock=later), cloud.store("b", clock=later)

@@ -31,8 +31,6 @@ def translate(error: Exception, what: str) -> StoreError | None:
     """The store's error for one of the SDK's, of the connection below it or of the mount; None for others."""
     import modal.exception as modal
 
-    if isinstance(error, StoreError):
-        return error
     name, said = type(error).__name__, _SECRET.sub("***", str(error))[:300]
     text = f"{what}: {name}: {said}"
     if isinstance(error, modal.NotFoundError):

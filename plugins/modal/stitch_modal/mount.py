@@ -118,15 +118,15 @@ class Mount:
         wanted = self._monotonic() - max_age
 
         def reload() -> None:
-            if self._reloaded < wanted or self._empty():
+            if self._reloaded < wanted or self.looks_empty():
                 began = self._monotonic()
                 self._volume.reload()
                 self._reloaded = began
 
-        if self._reloaded < wanted or self._empty():
+        if self._reloaded < wanted or self.looks_empty():
             self._alone(f"reloading {self.path}", reload)
 
-    def _empty(self) -> bool:
+    def looks_empty(self) -> bool:
         """Also while another process of this container reloads; then a reload waits for it."""
         with os.scandir(self.path) as rows:
             return next(rows, None) is None
@@ -205,7 +205,10 @@ class Mount:
                         "files, databases, memory maps, working directories"
                     ) from error
             except Exception as error:
-                raise translate(error, what) or error from error
+                told = translate(error, what)
+                if told is None:
+                    raise
+                raise told from error
             self._sleep(delay)
             pause = min(pause * 2, LONGEST_PAUSE)
 
@@ -254,6 +257,13 @@ class MountedFiles:
 
     def walk(self, folder: str) -> list[tuple[str, int]]:
         """Path and size of every file below a directory."""
+        found = self._walk(folder)
+        if self._mount.looks_empty():  # while another process reloads, or in truth
+            self._mount.reload(0.0)
+            found = self._walk(folder)
+        return found
+
+    def _walk(self, folder: str) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         with self._mount.using():
             for directory, _, names in os.walk(self._at(folder)):

@@ -170,8 +170,13 @@ class ModalStore:
             raise missing(f"{what}: there is no {error.filename or error}") from error
         except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             raise BadKey(f"{what}: an object and a directory cannot have one name") from error
+        except StoreError:
+            raise
         except Exception as error:
-            raise translate(error, what) or error from error
+            told = translate(error, what)
+            if told is None:
+                raise
+            raise told from error
 
     @property
     def _files(self) -> MountedFiles | RemoteFiles:
@@ -193,7 +198,7 @@ class ModalStore:
             raise NotFound(f"{self.location}{key}: no such object")
         if state.data is not None:
             return Blob(state.data, state.tag)
-        data = self._files.read(key)
+        data = self._stored(key)
         return Blob(data, f"{state.number}.{digest(data)}")
 
     def _read(self, key: str, start: int, length: int | None) -> bytes:
@@ -202,11 +207,24 @@ class ModalStore:
             raise NotFound(f"{self.location}{key}: no such object")
         if state.data is not None:
             return state.data[start:] if length is None else state.data[start : start + length]
-        return self._files.read(key, start, length)
+        return self._stored(key, start, length)
+
+    def _stored(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Of what was created; its cell may tell of it before the files do."""
+        try:
+            return self._files.read(key, start, length)
+        except FileNotFoundError:
+            self._files.refresh(0.0)
+            return self._files.read(key, start, length)
 
     def _size(self, key: str) -> int:
         state = self._states.look(key, newest=False)
-        size = len(state.data) if state.data is not None else self._files.size(key) if state.live else None
+        if state.data is not None:
+            return len(state.data)
+        size = self._files.size(key) if state.live else None
+        if size is None and state.live:
+            self._files.refresh(0.0)
+            size = self._files.size(key)
         if size is None:
             raise NotFound(f"{self.location}{key}: no such object")
         return size
@@ -263,7 +281,8 @@ class ModalStore:
             data = b"".join(source_chunks(source))
         for _ in range(ROUNDS):
             self._files.refresh(LOOK_AGAIN)
-            state = self._states.known(key) or self._states.from_files(key)
+            known = self._states.known(key) is not None
+            state = self._states.look(key) if known else self._states.from_files(key)
             if state.live:
                 self._files.commit()  # the caller may take its bytes for durable
                 raise AlreadyExists(f"{self.location}{key} exists")
