@@ -54,6 +54,11 @@ class GuardedFiles:
             self.check()
             return self._files.read(path, offset, length)
 
+    def read_into(self, path: Path, offset: int, out: memoryview) -> int:
+        with self._reading:
+            self.check()
+            return self._files.read_into(path, offset, out)
+
     def size(self, path: Path) -> int:
         self.check()
         return self._files.size(path)

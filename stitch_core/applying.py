@@ -11,7 +11,7 @@ from .delta.fold import PlanDeltas
 from .delta.sparse_file import SMALL_BYTES, order, width_of
 from .journal import Write
 from .parallel import in_order
-from .safetensors import CheckpointError
+from .safetensors import ByteArray, CheckpointError
 from .state import TensorTable
 
 BATCH_BYTES = 16 << 20
@@ -90,13 +90,12 @@ class Applying:
         for start, _, new in self.deltas.parts(name, ref.nbytes, self._reader(name), self.table[name].digest):
             files.write_at(ref.file, ref.offset + start, new.data)
 
-    def _reader(self, name: str) -> Callable[[int, int], bytes]:
+    def _reader(self, name: str) -> Callable[[int, ByteArray], None]:
         ref, files = self.checkpoint.tensors[name], self.checkpoint.files
 
-        def read(offset: int, length: int) -> bytes:
-            data = files.read(ref.file, ref.offset + offset, length)
-            if len(data) != length:
-                raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {offset + len(data)}")
-            return data
+        def read(offset: int, out: ByteArray) -> None:
+            count = files.read_into(ref.file, ref.offset + offset, out.data)
+            if count != out.size:
+                raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {offset + count}")
 
         return read

@@ -29,6 +29,16 @@ class PosixFiles:
             file.seek(offset)
             return file.read(rest if length is None else min(length, rest))
 
+    def read_into(self, path: Path, offset: int, out: memoryview) -> int:
+        done = 0
+        with _opened(path, os.O_RDONLY) as fd:
+            while done < out.nbytes:
+                count = os.preadv(fd, [out[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
     def size(self, path: Path) -> int:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):

@@ -17,17 +17,20 @@ import errno
 import functools
 import json
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from .delta.scan import scan
 from .delta.sparse_block import decode_block, encode_block
+from .delta.stream import PART_BYTES
 from .parallel import in_order
 from .ports import Buffer, Files
-from .safetensors import ByteArray, as_bytes
+from .safetensors import ByteArray
 
 MAGIC = b"STJRNL2\n"
 COPY_BYTES = 16 << 20
@@ -35,6 +38,10 @@ SPOOL_BYTES = 4 << 20
 _HEAD = struct.Struct("<8sQQ16s")
 _DENSE = 4
 """With more than one changed element in so many, all bytes take no more room than the changes."""
+
+
+_NOTHING = np.empty(0, np.uint8)
+_local = threading.local()
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Write:
         if positions.size == 0:
             return None
         if positions.size > new.size // width // _DENSE:
-            return cls(file, offset, new.data)
+            return cls(file, offset, new.tobytes())
         values = new.view(f"<u{width}").take(positions)
         return cls(file, offset, encode_block(positions, values), width, new.size, positions.size)
 
@@ -126,10 +133,14 @@ class Journal:
         length = (int(positions[-1]) + 1) * one.width - first
         if first + length > one.nbytes:
             raise ValueError(f"{self._path}: a block reaches beyond its range")
-        there = as_bytes(bytearray(self._files.read(path, one.offset + first, length)))
-        if there.size != length:
-            raise ValueError(f"{path} ends at {one.offset + first + there.size}, before what changes in it")
-        there.view(values.dtype)[positions - positions[0]] = values
+        if getattr(_local, "there", _NOTHING).size < length:
+            _local.there = np.empty(max(length, PART_BYTES), np.uint8)
+        there = _local.there[:length]
+        count = self._files.read_into(path, one.offset + first, there.data)
+        if count != length:
+            raise ValueError(f"{path} ends at {one.offset + first + count}, before what changes in it")
+        positions -= int(positions[0])
+        there.view(values.dtype)[positions] = values
         self._files.write_at(path, one.offset + first, there.data)
 
     def _ranges(self, tag: str) -> list[_Range] | None:

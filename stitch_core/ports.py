@@ -60,6 +60,10 @@ class Files(Protocol):
         """Bytes ``[offset, offset + length)``, all without ``length``; short at the end of the file."""
         ...
 
+    def read_into(self, path: Path, offset: int, out: memoryview) -> int:
+        """Fill ``out``, flat and writable, from ``offset`` on; how many bytes, fewer at the file's end."""
+        ...
+
     def size(self, path: Path) -> int:
         """Bytes in a file; IsADirectoryError for a directory."""
         ...

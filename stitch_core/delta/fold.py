@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..lineage import Source, Undo
 from ..ports import Buffer, Files
 from ..safetensors import ByteArray, CheckpointError, as_bytes
@@ -94,16 +96,22 @@ class PlanDeltas:
         return new
 
     def parts(
-        self, name: str, size: int, read: Callable[[int, int], Buffer], digest: str
+        self, name: str, size: int, read: Callable[[int, ByteArray], None], digest: str
     ) -> Iterator[tuple[int, ByteArray, ByteArray]]:
-        """As ``compute``, part by part: (start, old bytes, new bytes), of bytes that ``read`` gives.
+        """As ``compute``, part by part: (start, old bytes, new bytes), valid until the next.
 
         They are verified when the last part is given; whoever took some before must forget them if this
-        raises. ``read`` takes offset and length.
+        raises. ``read`` fills an array with old bytes from an offset on.
         """
+
+        def whole() -> ByteArray:
+            old = np.empty(size, np.uint8)
+            read(0, old)
+            return old
+
         steps = self._left(name, digest)
         if size == 0 or any(step.directory.index.encoding == "overwrite" for step in steps):
-            old = as_bytes(read(0, size))
+            old = whole()
             new = self.compute(name, old.data, digest)
             if size:
                 yield 0, old, new
@@ -114,7 +122,7 @@ class PlanDeltas:
                     raise DeltaError("another digest")
                 yield start, old, new
         except DeltaError:
-            self.compute(name, read(0, size), digest)  # which finds whose fault it is
+            self.compute(name, whole().data, digest)  # which finds whose fault it is
             raise CopyDamaged(f"tensor {name} was read twice with different bytes") from None
 
     def _left(self, name: str, digest: str) -> list[_Step]:

@@ -139,8 +139,7 @@ def _unescape(symbols: ByteArray, count: int) -> Positions:
         raise DeltaError(f"a block has {symbols.size - escapes.size} gaps for {count} changes")
     high = symbols[is_end].astype(np.int64)
     # The k-th escape belongs to the gap that comes after as many symbols as are no escapes before it.
-    gaps, times = np.unique(escapes - np.arange(escapes.size), return_counts=True)
-    high[gaps] += times * _ESCAPE
+    np.add.at(high, escapes - np.arange(escapes.size), _ESCAPE)
     return high
 
 

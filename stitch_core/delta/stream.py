@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -9,14 +10,16 @@ import numpy as np
 import xxhash
 import zstandard
 
-from ..ports import Buffer
-from ..safetensors import ByteArray, as_bytes
+from ..safetensors import ByteArray
 from .directory import DeltaDirectory
 from .sparse_file import SparseFile
 from .wire import DeltaError, FrameReader
 
 PART_BYTES = 2 << 20
 """Of this size a part's old and new bytes and what differs stay in the cache; a multiple of every width."""
+
+
+_local = threading.local()
 
 
 class _Feed(Protocol):
@@ -27,21 +30,21 @@ class _Feed(Protocol):
 
 
 def stream(
-    name: str, size: int, read: Callable[[int, int], Buffer], deltas: Sequence[DeltaDirectory]
+    name: str, size: int, read: Callable[[int, ByteArray], None], deltas: Sequence[DeltaDirectory]
 ) -> Iterator[tuple[int, ByteArray, ByteArray, str]]:
     """Each part of a tensor of ``size`` bytes as (start, old bytes, new bytes, xxh3-128 of the new so far).
 
-    ``read`` gives old bytes by offset and length. The digest is hex, and empty before the last part; a tensor
-    without bytes has no part. Raises DeltaError; of an ``overwrite`` delta always, which has no parts.
+    ``read`` fills an array with the old bytes from an offset on. Both arrays are valid until the next part,
+    and this thread's. The digest is hex, and empty before the last part; a tensor without bytes has no part.
+    Raises DeltaError; of an ``overwrite`` delta always, which has no parts.
     """
     feeds = [_feed(delta, name, size) for delta in deltas]
     hasher = xxhash.xxh3_128()
     for start in range(0, size, PART_BYTES):
         length = min(PART_BYTES, size - start)
-        old = as_bytes(read(start, length))
-        if old.size != length:
-            raise DeltaError(f"tensor {name} is cut short at byte {start + old.size} of {size}")
-        new = old.copy()
+        old, new = _buffers(length)
+        read(start, old)
+        np.copyto(new, old)
         for feed in feeds:
             feed.apply(new, start)
         hasher.update(new.data)
@@ -50,6 +53,13 @@ def stream(
             for feed in feeds:
                 feed.finish()
         yield start, old, new, hasher.hexdigest() if last else ""
+
+
+def _buffers(length: int) -> tuple[ByteArray, ByteArray]:
+    """Memory that is not given back and faulted in again for each part."""
+    if not hasattr(_local, "buffers"):
+        _local.buffers = np.empty((2, PART_BYTES), np.uint8)
+    return _local.buffers[0, :length], _local.buffers[1, :length]
 
 
 def _feed(delta: DeltaDirectory, name: str, size: int) -> _Feed:

@@ -162,6 +162,11 @@ class SimulatedFiles:
         data = self._file(path).data
         return bytes(data[offset:] if length is None else data[offset : offset + length])
 
+    def read_into(self, path: Path, offset: int, out: memoryview) -> int:
+        data = self.read(path, offset, out.nbytes)
+        out[: len(data)] = data
+        return len(data)
+
     def size(self, path: Path) -> int:
         return len(self._file(path).data)
 
