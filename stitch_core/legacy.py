@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .ports import NotFound, Store
+from .ports import Entry, NotFound, Store
 from .versions import RUN_ID, directory_name
 
 KEY = "latest"
 _POINTER = re.compile(r"(?:(?P<run>[^/\s]+)/)?weight_v(?P<number>[0-9]{6,18})\s*\Z")
+_FILE = re.compile(r"updates/weight_v([0-9]{6,18})/(?!\.)[^/]+\Z")
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,13 @@ async def legacy_pointer(store: Store) -> LegacyPointer | None:
     if match is None or (match["run"] is not None and not RUN_ID.match(match["run"])):
         return LegacyPointer(text, None, None)
     return LegacyPointer(text.strip(), match["run"], int(match["number"]))
+
+
+async def legacy_versions(store: Store) -> dict[int, list[Entry]]:
+    """The files of each version directory. Raises Unavailable."""
+    found: dict[int, list[Entry]] = {}
+    for entry in await store.list("updates/"):
+        match = _FILE.match(entry.key)
+        if match is not None:
+            found.setdefault(int(match[1]), []).append(entry)
+    return found

@@ -17,6 +17,7 @@ from ..versions import check_run_id
 from .common import (
     Commands,
     UsageError,
+    absolute_path,
     add_base,
     add_command,
     add_run,
@@ -25,6 +26,7 @@ from .common import (
     count,
     emit,
     opened_store,
+    scratch,
 )
 
 
@@ -36,6 +38,9 @@ def add_parser(commands: Commands) -> None:
         "claims by itself; this command is for launchers that create the run, and point a channel at it,\n"
         "before replicas start.\n\n"
         "  stitch claim --store file:/data/stitch --run my-run --base /models/base --channel latest\n\n"
+        "With --adopt what the public reference has in the same store (latest, updates/) becomes versions\n"
+        "of the run, under their numbers, each proven on the one before; nothing of it is written or\n"
+        "moved. Stop its trainer first.\n\n"
         "With --resume-version it is refused, and nobody is fenced, when a rollback gave that version up;\n"
         "--override brings the version back.",
     )  # fmt: skip
@@ -52,6 +57,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--override", action="store_true", help="resume at --resume-version although a rollback gave it up"
     )
+    parser.add_argument(
+        "--adopt", action="store_true", help="make versions of what the public reference has in this store"
+    )
+    parser.add_argument(
+        "--work", type=absolute_path, metavar="DIR",
+        help="scratch space of --adopt (default: a temporary directory)",
+    )  # fmt: skip
 
 
 def new_publisher(store: Store, run_id: str, command: str) -> Publisher:
@@ -70,11 +82,20 @@ async def run(options: argparse.Namespace) -> int:
     if options.override and options.resume_version is None:
         raise UsageError("--override is for a --resume-version that a rollback gave up")
     state = await asyncio.to_thread(lambda: Checkpoint.open(options.base, PosixFiles()).state())
+    from .adopt import adopt, check  # it publishes, which claims
+
     async with opened_store(options.store) as store:
-        publisher = new_publisher(store, options.run_id, "claim")
+        if options.adopt:
+            await check(store, options.run_id)
+        publisher = new_publisher(store, options.run_id, "claim --adopt" if options.adopt else "claim")
         head = await publisher.claim(
             Boot(str(options.base), state), saved=options.resume_version, override=options.override
         )
+        adopted: tuple[int, ...] = ()
+        if options.adopt:
+            with scratch(options.work) as work:
+                adopted = await adopt(store, publisher, options.base, work)
+            head = publisher.head
         if options.channel is not None:
             await move_channel(
                 store,
@@ -85,10 +106,11 @@ async def run(options: argparse.Namespace) -> int:
             )
         result = {
             "run": options.run_id, "epoch": publisher.epoch, "head": head.number, "state": head.state,
-            "channel": options.channel,
+            "channel": options.channel, **({"adopted": list(adopted)} if options.adopt else {}),
         }  # fmt: skip
         emit(result, options.json, lambda: (
             f"run {options.run_id} is claimed (epoch {publisher.epoch}); its head is version {head.number}"
+            + (f"; {len(adopted)} versions were adopted" if options.adopt else "")
             + (f"; channel {options.channel} follows it" if options.channel else "")
         ))  # fmt: skip
     return 0

@@ -126,14 +126,14 @@ async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int 
     if is_delta:
         await asyncio.to_thread(DeltaDirectory.open, directory, files)
     else:
-        payload = await asyncio.to_thread(_full, directory, boot, files, options.step)
+        payload = await asyncio.to_thread(given_full, directory, boot, files, options.step)
     async with opened_store(options.store) as store:
         publisher = new_publisher(store, options.run_id, "publish")
         head = await publisher.claim(Boot(str(options.base), state_digest(boot)))
         with scratch(options.work) as work:
             if payload is None or options.as_delta:
                 say(f"rebuilding version {head.number} to prove the base")
-                prepare = _given_delta if is_delta else _new_delta
+                prepare = given_delta if is_delta else _new_delta
                 with contextlib.closing(await rebuild(store, head, base, work / "host", files)) as host:
                     payload = await asyncio.to_thread(prepare, options, host, work, publisher.head.number)
             say(f"publishing {len(payload.files)} files")
@@ -164,7 +164,8 @@ def is_delta_directory(directory: Path, files: PosixFiles) -> bool:
     return files.exists(index) and read_index(files.read(index), str(index)).kind == "delta"
 
 
-def _full(directory: Path, boot: TensorTable, files: PosixFiles, step: int | None) -> Payload:
+def given_full(directory: Path, boot: TensorTable, files: PosixFiles, step: int | None) -> Payload:
+    """A full checkpoint as it is. Raises UsageError, CheckpointError."""
     table = Checkpoint.open(directory, files).table()
     difference = layout_difference(boot, table)
     if difference is not None:
@@ -194,7 +195,8 @@ def _new_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, he
     )  # fmt: skip
 
 
-def _given_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
+def given_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
+    """A delta that ``host`` proves. Raises DeltaError, CheckpointError."""
     directory, files = options.directory, host.files
     delta = DeltaDirectory.open(directory, files)
     changed, state = prove_delta(delta, Checkpoint.open(host.directory, files), host.table)

@@ -113,6 +113,59 @@ def test_step_by_step(shell: Shell, bulletin: Path) -> None:
     assert keys == ["r"]
 
 
+def test_adopting_is_all_of_it_at_once(shell: Shell, bulletin: Path) -> None:
+    before = contents(bulletin)
+    said = shell.claim("--adopt", "--channel", "latest", "--json")
+    assert said.code == 0, said.err
+    assert (said.json["head"], said.json["adopted"], said.json["epoch"]) == (3, [1, 2, 3], 1)
+    assert shell("diff", "r", shell.root / "expected", "--store", shell.store).code == 0
+    assert contents(bulletin) == before, "the old pointer is left where it is"
+    # Its trainer was not stopped after all, and moved on; a number that it left out stays left out.
+    old, shell.tensors = shell.tensors, step(np.random.default_rng(2), shell.tensors, 0.3)
+    write_version(bulletin / "updates" / "weight_v000005", 5, old, shell.tensors)
+    assert shell.claim("--adopt", "--json").json["adopted"] == [], "what the pointer does not name yet"
+    (bulletin / "latest").write_text("weight_v000005\n")
+    assert shell.claim("--adopt", "--json", "--work", shell.root / "scratch").json["adopted"] == [5]
+    write_checkpoint(shell.root / "later", FILES, shell.tensors)
+    assert shell("diff", "r/5", shell.root / "later", "--store", shell.store).code == 0
+
+
+def test_adopting_stops_at_what_cannot_be_proven_and_goes_on_from_there(shell: Shell, bulletin: Path) -> None:
+    second = bulletin / "updates" / "weight_v000002" / "model.safetensors.index.json"
+    index = second.read_text()
+    second.unlink()  # half of it was copied
+    assert shell.claim("--adopt").code == 2
+    assert shell.head()[0] == 1
+    second.write_text(index)
+    assert shell.claim("--adopt", "--json").json["adopted"] == [2, 3]
+    full = bulletin / "updates" / "weight_v000004"
+    write_checkpoint(full, FILES, shell.tensors)
+    (bulletin / "latest").write_text("weight_v000004")
+    assert shell.claim("--adopt", "--json").json["adopted"] == [4]
+
+
+def test_what_cannot_be_adopted_fences_nobody(shell: Shell, bulletin: Path) -> None:
+    shell.claim()
+    shell.publish(shell.learn("mine"))
+    epoch = shell.head()[1]
+    for text, why in (
+        ("weight_v000009", "that is not there"),
+        ("nonsense", "which is no version"),
+        (None, "the store has no pointer of the public reference"),
+    ):
+        if text is None:
+            (bulletin / "latest").unlink()
+        else:
+            (bulletin / "latest").write_text(text)
+        said = shell.claim("--adopt")
+        assert said.code == 2
+        assert why in said.complaint
+        assert shell.head()[1] == epoch
+    (bulletin / "latest").write_text("weight_v000003")
+    assert "were not adopted, at 1: adopt into a new run" in shell.claim("--adopt").complaint
+    assert shell.head() == (1, epoch)
+
+
 def test_a_version_that_does_not_fit_is_refused(shell: Shell, bulletin: Path) -> None:
     """Publishing the newest alone would be a delta on weights that are not there."""
     shell.claim()
