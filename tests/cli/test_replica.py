@@ -207,7 +207,7 @@ def test_a_port_in_use(shell: Shell) -> None:
         (("--host-dir", "/dev/null"), "--host-dir /dev/null cannot be a directory: File exists"),
         (("--store", "/data"), "'/data' is not a store URL"),
         (("--store", "tape://x"), "there is no store 'tape' here"),
-        (("--store", "s3://bucket/x?key=1"), "'key' is no option of an s3: URL"),
+        (("--store", "s3://bucket/x?key=1"), "'key' is no option of s3: URLs"),
         (("--engine", "vllm"), "there is no engine 'vllm' here (known: bytes, embedded"),
         (("--engine-opt", "x"), "--engine-opt x: expected KEY=VALUE"),
         (("--engine-opt", "fail=yes"), "option fail: yes"),

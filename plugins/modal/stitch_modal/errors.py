@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import re
 
 from stitch_core.ports import NoStore, StoreError, Unavailable, WriteRefused
-
-REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+from stitch_core.stores.local import REFUSED
 
 
 class Refused(StoreError):

@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from stitch_core.stores import BadUrl
-from stitch_core.stores.keys import is_key
+from stitch_core.stores.urls import url_options, url_prefix
 
-MAX_PREFIX = 200
 OPTIONS = ("mount", "environment")
 MOUNT_ENV = "STITCH_MODAL_MOUNT"
 
@@ -42,27 +41,9 @@ def parse_url(url: str, environ: Mapping[str, str] = os.environ) -> Location:
             f"{parts.netloc!r} is not the name of a Volume: write modal://volume/prefix, with a name of "
             "A-Z a-z 0-9 . _ -, under 64 characters"
         )
-    if parts.fragment:
-        raise BadUrl(f"modal://{parts.netloc}: there is a '#' in the URL, which no prefix may have")
-    prefix = parts.path.strip("/")
-    if prefix and (not is_key(prefix) or len(prefix) > MAX_PREFIX):
-        raise BadUrl(
-            f"{prefix!r} is not a prefix: parts of A-Z a-z 0-9 . _ - ~ joined by single '/', none starting "
-            f"with '.', {MAX_PREFIX} characters in all"
-        )
-    options = _options(parts.query)
+    prefix = url_prefix(parts)
+    options = url_options(parts, OPTIONS)
     mount = options.get("mount") or environ.get(MOUNT_ENV) or None
     if mount not in (None, "none") and not mount.startswith("/"):
         raise BadUrl(f"mount={mount!r}: it is the absolute path of the mount in this container, or none")
-    return Location(parts.netloc, prefix + "/" if prefix else "", mount, options.get("environment"))
-
-
-def _options(query: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in OPTIONS:
-            raise BadUrl(f"{name[:40]!r} is no option of a modal: URL: there are {', '.join(OPTIONS)}")
-        if name in found or not value:
-            raise BadUrl(f"the option {name} of a modal: URL is given once, with a value")
-        found[name] = value
-    return found
+    return Location(parts.netloc, prefix, mount, options.get("environment"))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from stitch_core.stores import BadUrl
-from stitch_core.stores.keys import is_key
-
-MAX_PREFIX = 200
-"""Characters; with the 800 of a key below S3's 1,024 bytes."""
+from stitch_core.stores.urls import url_options, url_prefix
 
 OPTIONS = ("endpoint", "region", "profile", "addressing", "role", "token_env", "readback")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}\Z")
@@ -50,25 +47,11 @@ def parse_url(url: str) -> Location:
         )
     if not _BUCKET.match(parts.netloc):
         raise BadUrl(f"{parts.netloc!r} is not a bucket: write s3://bucket/prefix")
-    if parts.fragment:
-        raise BadUrl(f"s3://{parts.netloc}: there is a '#' in the URL, which no prefix may have")
-    prefix = parts.path.strip("/")
-    if prefix and (not is_key(prefix) or len(prefix) > MAX_PREFIX):
-        raise BadUrl(
-            f"{prefix!r} is not a prefix: parts of A-Z a-z 0-9 . _ - ~ joined by single '/', none starting "
-            f"with '.', {MAX_PREFIX} characters in all"
-        )
-    return Location(parts.netloc, prefix + "/" if prefix else "", **_options(parts.query))
+    return Location(parts.netloc, url_prefix(parts), **_options(parts))
 
 
-def _options(query: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in OPTIONS:
-            raise BadUrl(f"{name[:40]!r} is no option of an s3: URL: there are {', '.join(OPTIONS)}")
-        if name in found or not value:
-            raise BadUrl(f"the option {name} of an s3: URL is given once, with a value")
-        found[name] = value
+def _options(parts: SplitResult) -> dict[str, str]:
+    found = url_options(parts, OPTIONS)
     _check_endpoint(found.get("endpoint"))
     for name, allowed in (("addressing", ("path", "virtual")), ("readback", ("digest", "bytes"))):
         if found.get(name, allowed[0]) not in allowed:
