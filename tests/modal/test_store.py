@@ -599,6 +599,22 @@ async def test_a_mount_that_is_not_there(cloud: Cloud) -> None:
     await store.close()
 
 
+async def test_the_mount_is_found_where_modal_puts_it(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stitch_modal.host.MODAL_MOUNTS", str(tmp_path))
+    (tmp_path / "vo-1").symlink_to(cloud.container("a").root)
+    for mount, uploads in ((None, 0), ("none", 1)):
+        store = ModalStore(
+            Location("volume", "p/", mount), host=Host("volume", client=cloud.clients["a"]), visible_after=0.0
+        )
+        cloud.calls.clear()
+        await store.create(f"k/{uploads}", b"x")
+        assert cloud.calls["VolumePutFiles2"] == uploads * 2, "once to be told what is missing"
+        await store.close()
+    assert cloud.committed() == {"p/k/0": b"x", "p/k/1": b"x"}
+
+
 async def test_a_head_too_large_for_a_dict(cloud: Cloud) -> None:
     store = cloud.store("a")
     with pytest.raises(StoreError, match="at most on Modal"):
