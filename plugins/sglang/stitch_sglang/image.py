@@ -7,6 +7,7 @@ the image too, and an activation is a copy of bytes into storages that stay wher
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -133,8 +134,12 @@ class Image:
         with torch.inference_mode(False), torch.no_grad():
             for number in numbers:
                 live, own = self.layout.segments[number].live, self.bytes[number]
-                for at in _chunks(own.numel()):
-                    live[at].copy_(own[at], non_blocking=self.pinned)
+                if live.device.type == "cpu":
+                    # Not torch's copy, which waits for its other threads: they may not get a core soon.
+                    ctypes.memmove(live.data_ptr(), own.data_ptr(), own.numel())
+                else:
+                    for at in _chunks(own.numel()):
+                        live[at].copy_(own[at], non_blocking=self.pinned)
                 total += own.numel()
         return total
 
