@@ -19,12 +19,11 @@ from typing import TypeVar
 
 from .anchors import Lease
 from .chain import ChainReader
-from .delta.directory import DeltaDirectory
 from .delta.fold import RepresentationInvalid
 from .delta.merge import merge_deltas
-from .delta.transcode import xor_to_sparse
+from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
-from .lineage import REVERSIBLE, NoPlan, Plan, Sketch, Source, Undo
+from .lineage import REVERSIBLE, NoPlan, Plan, Sketch, Source
 from .manifest import Manifest, PayloadFile, Representation, Row, floor_number
 from .planner import Planner
 from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store
@@ -292,9 +291,8 @@ class Compactor:
         path = self._work / f"span-{a}-{b}"
         self._files.remove_tree(path)
         deltas, where = list(plan.deltas), dict(directories)
-        for i, delta in enumerate(deltas):
-            if self._widths is not None and delta.representation.encoding == "xor":
-                deltas[i], where[delta.digest()] = self._as_sparse(delta, where[delta.digest()])
+        if self._widths is not None:
+            deltas, where = in_encoding("sparse", plan.deltas, directories, self._files, self._widths)
         merged = merge_deltas(
             deltas, lambda delta: where[delta.digest()], path, self._files, number=b, base_number=a
         )
@@ -307,20 +305,6 @@ class Compactor:
         changed = {} if encoding == "sparse" else dict(merged.changed)
         how = Representation("delta", tuple(listed), plan.base, encoding, changed)
         return Record(self._run, b, plan.target.state, how, a), path
-
-    def _as_sparse(self, delta: Source, directory: Path) -> tuple[Source, Path]:
-        """A XOR delta in the other encoding, and where it lies; it goes by the same digest."""
-        source = delta.source if isinstance(delta, Undo) else delta
-        path = directory / "sparse"
-        self._files.remove_tree(path)
-        changed = {name: (pair[0], pair[1]) for name, pair in source.representation.changed.items()}
-        number = source.version.number
-        xor_to_sparse(
-            DeltaDirectory.open(directory, self._files), changed, self._widths or {}, path, self._files,
-            number=number, base_number=number,
-        )  # fmt: skip
-        other = _Transcoded(source)
-        return (Undo(other) if isinstance(delta, Undo) else other), path
 
     # --------------------------------------------------------------------------------------- what goes
 
@@ -378,31 +362,6 @@ def _check_one_encoding(plan: Plan) -> None:
     others = [delta.version for delta in plan.deltas if delta.representation.encoding != newest]
     if others:
         raise _Mixed(others[-1])
-
-
-@dataclass(frozen=True)
-class _Transcoded:
-    """A XOR delta that lies here as a sparse one."""
-
-    source: Source
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self.source.version
-
-    @property
-    def state(self) -> str:
-        return self.source.state
-
-    @property
-    def representation(self) -> Representation:
-        return replace(self.source.representation, encoding="sparse", changed={})
-
-    def digest(self) -> str:
-        return self.source.digest()
-
-    def file_key(self, name: str) -> str:
-        return self.source.file_key(name)
 
 
 def _told(made: Made) -> str:

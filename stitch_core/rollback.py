@@ -21,7 +21,7 @@ from .delta.directory import DeltaDirectory
 from .delta.fold import RepresentationInvalid
 from .delta.merge import Changed, compose, merge_deltas, prove_merged
 from .delta.sparse_file import width_of
-from .delta.transcode import in_one_encoding
+from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
 from .head import Head
 from .host_checkpoint import HostCheckpoint, HostCheckpointError
@@ -212,10 +212,9 @@ class Rollback:
             except (NotFound, DigestMismatch) as error:
                 unfit[delta.digest()] = error
                 raise
-        widths = None if known is None else {n: width_of(info.dtype) for n, info in known.table.items()}
-        alike, where, encoding = await self.run_blocking(
-            in_one_encoding, deltas, directories, self.files, widths
-        )
+        widths = {} if known is None else {n: width_of(info.dtype) for n, info in known.table.items()}
+        encoding = _encoding_of(deltas, bool(widths))
+        alike, where = await self.run_blocking(in_encoding, encoding, deltas, directories, self.files, widths)
         path = self.work / "merged"
         await self.run_blocking(self.files.remove_tree, path)
         merged = await self.run_blocking(
@@ -340,6 +339,14 @@ class Rollback:
         record = await self.run_blocking(describe_full, goal, directory, self.files)
         names = tuple(file.name for file in record.representation.files)
         return Payload("full", goal.state, directory, names), "bytes"
+
+
+def _encoding_of(deltas: Sequence[Source], widths_known: bool) -> str:
+    """That of them all; of two the smaller one, where it is known how wide elements are."""
+    found = {delta.representation.encoding or "" for delta in deltas}
+    if len(found) < 2:
+        return next(iter(found), "xor")
+    return "sparse" if widths_known else "xor"
 
 
 def _is_done(head: Head, newest: Manifest, goal: Manifest) -> bool:

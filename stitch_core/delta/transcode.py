@@ -49,22 +49,18 @@ class Transcoded:
         return self.source.file_key(name)
 
 
-def in_one_encoding(
+def in_encoding(
+    encoding: str,
     deltas: Sequence[Source],
     directories: Mapping[str, Path],
     files: Files,
-    widths: Mapping[str, int] | None = None,
-) -> tuple[list[Source], dict[str, Path], str]:
-    """``deltas`` in one encoding, where each lies (``directories``, by digest, tell where it did), and which.
+    widths: Mapping[str, int],
+) -> tuple[list[Source], dict[str, Path]]:
+    """``deltas`` in one ``encoding``, "xor" or "sparse", and where each lies; ``directories``: where it did.
 
-    Those of one encoding stay as they are; "xor" if there are none. Of two, with ``widths`` (see
-    ``xor_to_sparse``) all become sparse, which is smaller, else XOR, which needs to know nothing. What is
-    written lies below the delta's own directory. Raises RepresentationInvalid, DeltaError.
+    Both by the digest of the source. What has to be written lies below the delta's own directory. XOR needs
+    no ``widths``; for sparse see ``xor_to_sparse``. Raises RepresentationInvalid, DeltaError.
     """
-    found = {delta.representation.encoding or "" for delta in deltas}
-    if len(found) < 2:
-        return list(deltas), dict(directories), next(iter(found), "xor")
-    encoding = "xor" if widths is None else "sparse"
     done, where = [], dict(directories)
     for delta in deltas:
         if delta.representation.encoding == encoding:
@@ -72,18 +68,18 @@ def in_one_encoding(
             continue
         source = delta.source if isinstance(delta, Undo) else delta
         path = directories[source.digest()] / encoding
-        other = _transcoded(source, directories[source.digest()], path, files, widths)
+        other = _transcoded(source, directories[source.digest()], path, files, encoding, widths)
         done.append(Undo(other) if isinstance(delta, Undo) else other)
         where[source.digest()] = path
-    return done, where, encoding
+    return done, where
 
 
 def _transcoded(
-    source: Source, directory: Path, path: Path, files: Files, widths: Mapping[str, int] | None
+    source: Source, directory: Path, path: Path, files: Files, encoding: str, widths: Mapping[str, int]
 ) -> Transcoded:
     files.remove_tree(path)
     delta, number, how = open_delta(source, directory, files), source.version.number, source.representation
-    if widths is None:
+    if encoding == "xor":
         sparse_to_xor(delta, path, files, number=number, base_number=number)
         return Transcoded(source, replace(how, encoding="xor", changed=delta.changed))
     xor_to_sparse(delta, how.changed, widths, path, files, number=number, base_number=number)
