@@ -16,7 +16,7 @@ from .server import ARGUMENTS
 
 pytestmark = pytest.mark.real
 
-SECONDS = 180
+SECONDS = 300
 
 # As `python -m sglang.launch_server`, on a release that lacks a method.
 WITHOUT_A_METHOD = """
