@@ -7,7 +7,6 @@ only in its memory.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,11 +36,11 @@ from .ports import (
     RunBlocking,
     Store,
     StoreError,
-    Unavailable,
     WriteRefused,
 )
 from .records import How
 from .retry import Retry, retrying
+from .swapping import swap_until_known
 from .uploading import readable, representation_of, upload_payload
 from .versions import check_run_id
 
@@ -381,42 +380,9 @@ class Publisher:
                 raise
 
     async def _swap(self, expected: str | None, head: Head) -> str:
-        """Repeat the identical bytes under the same condition until the store says what became of them.
-
-        Seeing the old head would prove nothing, since a lost write may still land. Raises Conflict when
-        another head is there, WriteRefused when nothing was written nor will be, OutcomeUnknown after
-        ``swap_deadline`` seconds.
-        """
-        data = head.encode()
-        deadline = self._clock.monotonic() + self._swap_deadline
-        attempt = 0
-        while True:
-            try:
-                return await self._swap_once(expected, data)
-            except Conflict:
-                raise
-            except Unavailable as error:
-                attempt += 1
-                pause = self._retry.delay(attempt, self._rng)
-                if self._clock.monotonic() + pause > deadline:
-                    raise self._unknown(head.number, str(error)) from error
-                await asyncio.sleep(pause)
-            except StoreError as error:
-                if isinstance(error, WriteRefused) and attempt == 0:
-                    raise  # nothing of it is under way
-                raise self._unknown(head.number, str(error)) from error
-
-    async def _swap_once(self, expected: str | None, data: bytes) -> str:
-        """Conflict only when the head is neither ``expected`` nor ``data``."""
-        key = head_key(self.run)
-        try:
-            tag = await self._store.swap(key, expected, data)
-            if self._store.capabilities.conditional_writes:
-                return tag
-            await asyncio.sleep(self._store.capabilities.visible_after)
-            raise Conflict(f"{key}: other writers cannot be ruled out before it is read back")
-        except Conflict:
-            found = await self._store.load(key)
-            if found.data != data:
-                raise
-            return found.tag
+        """See ``swap_until_known``."""
+        return await swap_until_known(
+            self._store, head_key(self.run), expected, head.encode(), clock=self._clock, rng=self._rng,
+            retry=self._retry, seconds=self._swap_deadline,
+            unknown=lambda why: self._unknown(head.number, why),
+        )  # fmt: skip

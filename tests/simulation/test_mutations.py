@@ -14,7 +14,7 @@ from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
+from stitch_core.ports import EngineError, EngineRefused, EngineUncertain, Unavailable
 from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
 from stitch_core.replica.activation import Activator
@@ -141,7 +141,7 @@ def takes_silence_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
     async def once(store: Any, key: str, source: Any, *args: Any, **options: Any) -> None:
         try:
             await store.create(key, source)
-        except publisher.Unavailable:
+        except Unavailable:
             return
 
     async def nothing(*args: Any, **options: Any) -> None:
