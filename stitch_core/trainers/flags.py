@@ -33,6 +33,7 @@ HELP = {
     "anchor_every": "versions between two full representations",
     "override": "resume at a version that a rollback gave up",
     "encoding": "of the deltas (Stitch's own encoder): xor, or sparse, about half as large",
+    "compact": "merge deltas into spans beside the trainer, so that replicas join cheaply",
     "alone": "nothing else writes the run (for stores without conditional writes)",
 }
 

@@ -19,6 +19,7 @@ from typing import Any
 from ..chain import ChainReader
 from ..channels import move_channel
 from ..checkout import base_row
+from ..compacting import CompactorProcess
 from ..files import PosixFiles
 from ..fleet import wait_for_replicas
 from ..head import Channel
@@ -90,6 +91,7 @@ class GroupPublisher:
         self._store: Store = BoundedStore(self._open(), STORE_SECONDS)
         self._publisher: Publisher | None = None
         self._prover: Prover | None = None
+        self._compacting: CompactorProcess | None = None
         self._checkout = BaseCheckout(settings, group, self._store, self._files, self._loop.run)
         self._boot: TensorTable = {}
         self._table: TensorTable = {}
@@ -209,6 +211,8 @@ class GroupPublisher:
         if self._loop.closed:
             return
         try:
+            if self._compacting is not None:
+                self._compacting.close()
             if self._prover is not None:
                 self._loop.run(self._prover.close())
         finally:
@@ -232,6 +236,9 @@ class GroupPublisher:
         head = self._loop.run(publisher.claim(boot, saved=number, override=settings.override))
         if settings.channel is not None:
             self._loop.run(self._point(settings.channel))
+        if settings.compact and self._compacting is None:
+            self._compacting = CompactorProcess(settings.store, settings.run, settings.boot, settings.work)
+            self._compacting.ensure()
         self._publisher = publisher
         return Start(head.number, publisher.epoch, head.number > 0, head.state, base_row(head, number))
 
@@ -274,6 +281,8 @@ class GroupPublisher:
         manifest = self._loop.run(self._rank0().publish(payload, number))
         self._table = verdict.table
         self.on_published(manifest)
+        if self._compacting is not None:
+            self._compacting.ensure()
         if prover is not None:
             try:
                 self._loop.run(prover.published(manifest))

@@ -46,7 +46,7 @@ class TrainerSettings:
     ``wait_replicas_then`` warn, or stop. ``anchor_every``: versions between two fulls. ``override`` resumes
     at a version that a rollback gave up. ``alone`` vouches that no other trainer writes the run, which stores
     without conditional writes need. ``encoding`` of the deltas that our own encoder writes: "xor", as stock
-    receivers read it, or "sparse", about half as large.
+    receivers read it, or "sparse", about half as large. ``compact`` runs ``stitch compact`` on rank 0's host.
     """
 
     run: str
@@ -71,6 +71,7 @@ class TrainerSettings:
     override: bool = False
     alone: bool = False
     encoding: str = "xor"
+    compact: bool = False
 
 
 FIELDS = {f.name.rstrip("_"): f.name for f in dataclasses.fields(TrainerSettings)}
@@ -194,6 +195,7 @@ KINDS: Mapping[str, Callable[[Any], str | None]] = {
     "wait_replicas_timeout": _seconds, "wait_replicas": wanted_problem, "wait_replicas_then": _then,
     "encoding": _encoding,
     "keep_files": _switch, "async": _switch, "prove": _switch, "override": _switch, "alone": _switch,
+    "compact": _switch,
 }  # fmt: skip
 
 
