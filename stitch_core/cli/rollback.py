@@ -31,10 +31,10 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands, "rollback", run, "make an older version's weights the newest version again",
         "Publish a new version above the head with the weights of version --to and bytes of its own: the\n"
-        "XOR deltas between the two merged into one, or a full checkpoint. Replicas move to it as to any\n"
-        "other version. The run is claimed, so its trainer is fenced, and the versions above --to count\n"
-        "as given up: a trainer that resumes from a checkpoint of one of them is refused, unless it says\n"
-        "that it overrides.\n\n"
+        "deltas and spans between the two merged into one (xor, sparse or both), or a full checkpoint.\n"
+        "Replicas move to it as to any other version. The run is claimed, so its trainer is fenced, and\n"
+        "the versions above --to count as given up: a trainer that resumes from a checkpoint of one of\n"
+        "them is refused, unless it says that it overrides.\n\n"
         "  stitch rollback --store s3://bucket/stitch --run my-run --to 120\n"
         "  stitch rollback --store file:/data/stitch --run my-run --to 120 --from-checkpoint /models/base\n\n"
         "--from-checkpoint is a checkpoint of any version of the run: the base checkpoint, a replica's\n"
