@@ -64,6 +64,7 @@ async def checkout(
     try:
         await stage_replanning(stager, target)
         built = building / os.readlink(host.directory)
+        await run_blocking(_put, built, directory, building, files)  # before another process may work there
     except NoPlan as error:
         hint = "give the run's base checkpoint" if base is None else "its payload may have been collected"
         raise CheckoutRefused(f"{error}; {hint}") from error
@@ -71,9 +72,12 @@ async def checkout(
         raise CheckoutRefused(
             f"{target.version} needs bytes that were collected ({error}): it lies below what the run keeps"
         ) from error
+    except OSError as error:
+        if not files.exists(directory):
+            raise
+        raise CheckoutRefused(f"another process made {directory} meanwhile: run it again") from error
     finally:
         host.close()
-    await run_blocking(_put, built, directory, building, files)
     return target
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stitch_core.checkout import CheckoutRefused, checkout
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.host_checkpoint import HostCheckpointError
 from stitch_core.manifest import Manifest
 from stitch_core.records import upload_full
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.stores.transfer import DigestMismatch
-from tests.small_run import FILES, Trainer, inline
+from tests.small_run import FILES, Trainer, UnsyncedFiles, inline
 
 
 @pytest.fixture
@@ -35,6 +39,12 @@ async def published(trainer: Trainer, store: MemoryStore, full_at: int = 0) -> l
 
 def out(store: MemoryStore, version: int | None, where: Path, base: Path | None) -> Manifest:
     return asyncio.run(checkout(store, "r", version, where, files=FILES, base=base, run_blocking=inline))
+
+
+def in_another(function: Callable[..., Any], *args: Any) -> Any:
+    """``function`` in a thread, which may have an event loop of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def test_any_version_becomes_a_plain_directory(trainer: Trainer, tmp_path: Path) -> None:
@@ -115,3 +125,40 @@ def test_a_checkout_that_was_cut_off_is_taken_up_again(trainer: Trainer, tmp_pat
     out(store, 4, where, trainer.boot)
     assert Checkpoint.open(where, FILES).state() == chain[4].state
     assert [p.name for p in tmp_path.iterdir() if "checkout" in p.name] == []
+
+
+def test_two_at_once_are_told_and_the_directory_is_whole(trainer: Trainer, tmp_path: Path) -> None:
+    """The slower one ended with a bare [Errno 2] of a directory that nobody had named."""
+    store = MemoryStore()
+    chain = asyncio.run(published(trainer, store))
+    where = tmp_path / "out"
+
+    class Overtaken(UnsyncedFiles):
+        def lock(self, path: Path, timeout: float) -> Any:
+            self.remove_tree(path.parent)
+            in_another(out, store, 4, where, trainer.boot)
+            return super().lock(path, timeout)
+
+    slow = checkout(store, "r", 4, where, files=Overtaken(), base=trainer.boot, run_blocking=inline)
+    with pytest.raises(CheckoutRefused, match=r"another process made .*out meanwhile: run it again"):
+        asyncio.run(slow)
+    assert out(store, 4, where, trainer.boot) == chain[4]
+
+
+def test_nobody_works_in_the_directory_that_is_being_put_in_its_place(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """The lock was given back first: a checkout of another version could change what was just verified."""
+    store = MemoryStore()
+    asyncio.run(published(trainer, store))
+    where = tmp_path / "out"
+
+    class Late(UnsyncedFiles):
+        def rename(self, source: Path, target: Path) -> None:
+            if target == where:
+                with pytest.raises(HostCheckpointError, match="is in use by another process"):
+                    in_another(out, store, 2, where, trainer.boot)
+            super().rename(source, target)
+
+    made = asyncio.run(checkout(store, "r", 4, where, files=Late(), base=trainer.boot, run_blocking=inline))
+    assert Checkpoint.open(where, FILES).state() == made.state
