@@ -33,6 +33,7 @@ from .ports import (
     Clock,
     Conflict,
     Files,
+    NotFound,
     RunBlocking,
     Store,
     StoreError,
@@ -185,6 +186,7 @@ class Publisher:
 
     async def _first_claim(self, boot: Boot, asked: Resume) -> _Claim | None:
         asked.check_new(self.run, boot.state)
+        await self._check_unbegun()
         for epoch in range(1, CLAIM_ATTEMPTS):
             manifest = Manifest(
                 self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
@@ -203,6 +205,26 @@ class Publisher:
         raise ClaimRefused(
             f"run {self.run} has {CLAIM_ATTEMPTS - 1} abandoned starts from other checkpoints; use a new id"
         )
+
+    async def _check_unbegun(self) -> None:
+        """No head, and versions above 0: begun anew, their numbers would mean other weights. ClaimRefused."""
+        try:
+            listed = await self._call(lambda: self._store.list(run_prefix(self.run) + "manifests/"))
+        except NotFound:
+            return  # no store yet: this claim begins it
+        begun = [entry.key for entry in listed if not _boot_key(entry.key)]
+        if begun and not await self._call(self._has_head):  # which another claim may have made meanwhile
+            raise ClaimRefused(
+                f"run {self.run} has no head, and has versions up to {begun[-1]}: its head was removed from "
+                "outside; restore it, or use a new run id"
+            )
+
+    async def _has_head(self) -> bool:
+        try:
+            await self._chain.head(self.run)
+        except NoHead:
+            return False
+        return True
 
     async def _next_claim(self, boot: Boot, asked: Resume, head: Head, tag: str) -> _Claim | None:
         manifest = await self._call(lambda: self._chain.manifest(self.run, head))
@@ -386,3 +408,7 @@ class Publisher:
             retry=self._retry, seconds=self._swap_deadline,
             unknown=lambda why: self._unknown(head.number, why),
         )  # fmt: skip
+
+
+def _boot_key(key: str) -> bool:
+    return key.rpartition("/")[2].startswith("000000.")

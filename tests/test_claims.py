@@ -94,6 +94,21 @@ async def test_below_the_floor_only_a_full_is_published(trainer: Trainer) -> Non
     await rebuild_all(store, trainer, trainer.root / "host")
 
 
+async def test_a_run_whose_head_was_removed_does_not_begin_anew(trainer: Trainer) -> None:
+    """Its versions would have been published a second time, with other weights under the same numbers."""
+    store = MemoryStore()
+    publisher = trainer.publisher(store)
+    await publisher.claim(trainer.version0)
+    await trainer.publish(publisher)
+    head = store.state.objects.pop(head_key("r"))
+    assert "has no head, and has versions up to runs/r/manifests/000001." in await refused(
+        trainer.publisher(store), trainer
+    )
+    assert head_key("r") not in store.state.objects
+    store.state.objects[head_key("r")] = head
+    assert (await trainer.publisher(store).claim(trainer.version0)).number == 1
+
+
 async def test_what_a_resuming_trainer_says_must_be_so(trainer: Trainer) -> None:
     store = MemoryStore()
     publisher = trainer.publisher(store)
