@@ -85,7 +85,7 @@ class TestOnlyFromOutside(TestTwoContainers):
 @pytest.mark.parametrize(
     ("mounted", "examples"),
     [pytest.param(mounted, examples, marks=mark)
-     for examples, mark in ((2, pytest.mark.slow), (100, pytest.mark.long)) for mounted in (True, False)],
+     for examples, mark in ((2, pytest.mark.slow), (30, pytest.mark.long)) for mounted in (True, False)],
 )  # fmt: skip
 def test_machine(cloud: Cloud, mounted: bool, examples: int) -> None:
     @contextlib.contextmanager
