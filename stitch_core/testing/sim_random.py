@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..head import Channel, channel_key
 from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
+from .sim_jobs import SimulatedCompactor
 from .sim_operator import SimulatedOperator
 from .sim_replica import SimulatedReplica
 from .sim_trainer import SimulatedTrainer
@@ -28,6 +29,7 @@ async def anything(world: World) -> None:
     switch = random.random() < 0.3
     follow = Follow(channel="latest") if switch or random.random() < 0.3 else Follow(run="a")
     versions, hasty = random.randint(3, 9), random.choice((0.0, 0.25))
+    encoding = random.choice(("xor", "xor", "sparse"))
     saves, stubborn = random.choice((0.0, 0.0, 0.4)), random.choice((0, 0, 3))
     trainers = [
         SimulatedTrainer(
@@ -45,9 +47,14 @@ async def anything(world: World) -> None:
         )
         for i in range(random.randint(1, 3))
     ]  # fmt: skip
+    count = random.choice((0, 0, 2))
+    compactors = [SimulatedCompactor(world, f"compact{i}", "a", grace=60.0) for i in range(count)]
+    for trainer in trainers:
+        trainer.encoding = encoding
     point(world, "a")
     tasks = [start_later(world, part, 60.0 * (i > 0)) for i, part in enumerate(trainers)]
     tasks += [start_later(world, part, 120.0 * (i > 0)) for i, part in enumerate(replicas)]
+    tasks += [start_later(world, part, 60.0) for part in compactors]
     tasks.append(asyncio.ensure_future(chaos(world, [*trainers, operator], replicas)))
     enough = asyncio.Event()
     requests = asyncio.ensure_future(traffic(world, replicas, enough))
@@ -85,7 +92,9 @@ def point(world: World, run: str, exact: int | None = None) -> None:
     world.bucket.put(channel_key("latest"), channel.encode(), "somebody")
 
 
-def start_later(world: World, part: SimulatedTrainer | SimulatedReplica, most: float) -> asyncio.Future[None]:
+def start_later(
+    world: World, part: SimulatedTrainer | SimulatedReplica | SimulatedCompactor, most: float
+) -> asyncio.Future[None]:
     """Start a part within ``most`` seconds."""
 
     async def start() -> None:
