@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -348,3 +350,51 @@ def test_a_replaced_tensor_is_brought_home(tmp_path: Path, boot: Path) -> None:
     run(stager, "s", path, state)
     stager.copy("s")
     assert bits(model) == fresh(path)
+
+
+def test_a_derived_tensor_in_a_list_is_brought_home(tmp_path: Path, boot: Path) -> None:
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        if not hasattr(model, "sums"):
+            model.sums = [None, None]
+        for i, layer in enumerate(model.layers):
+            model.sums[i] = layer.qk.sum(0)
+
+    model, stager = booted(boot, how)
+    assert run(stager, "t", boot, test=True)["outcome"] == "done"
+    path, state = write(tmp_path / "1", 1)
+    run(stager, "s", path, state)
+    sums = model.sums[1]
+    stager.copy("s")
+    assert model.sums[1] is sums
+    assert torch.equal(sums, model.layers[1].qk.sum(0))
+
+
+def test_a_tuple_of_derived_tensors_that_is_replaced_is_named(boot: Path) -> None:
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        model.sums = tuple(layer.qk.sum(0) for layer in model.layers)
+
+    assert "sums is not the same container" in refused(boot, how)
+
+
+def test_a_stage_leaves_no_cycle_behind(tmp_path: Path, boot: Path) -> None:
+    """A server may have frozen or stopped the collector of cycles."""
+    seen: list[weakref.ref] = []
+
+    def how(model: Model, tensors: Any) -> None:
+        load(model, tensors)
+        seen.extend(weakref.ref(one) for one in model.modules())
+        seen.extend(weakref.ref(one) for one in model.parameters())
+
+    model, stager = booted(boot, how)
+    gc.collect()
+    gc.disable()
+    try:
+        run(stager, "t", boot, test=True)
+        run(stager, "s", *write(tmp_path / "1", 1))
+        stager._thread.join()
+        alive = {id(one()) for one in seen if one() is not None}
+    finally:
+        gc.enable()
+    assert alive == {id(one) for one in (*model.modules(), *model.parameters())}

@@ -21,6 +21,7 @@ import torch
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 OWN_OBJECTS = ("quant_method", "scheme")
 """Attributes of modules whose objects are always copied: post-processing may keep things in them."""
 
@@ -84,6 +85,8 @@ class Survey:
         for name, value in vars(module).items():
             if isinstance(value, CONTAINERS) or (name in OWN_OBJECTS and value is not None):
                 self.copied.add(id(value))
+            if name in REGISTRIES:
+                self._paths[id(value)] = self._paths[id(module)]
 
     def _spread(self) -> None:
         todo = [
@@ -110,7 +113,7 @@ def children(thing: Any) -> Iterator[tuple[str, Any]]:
     """What it refers to, with a name where it has one."""
     if isinstance(thing, torch.nn.Module):
         for name, value in vars(thing).items():
-            if name in ("_parameters", "_buffers", "_modules"):
+            if name in REGISTRIES:
                 yield from value.items()
             else:
                 yield name, value
@@ -166,6 +169,7 @@ class Shadow:
         self._survey, self._view = survey, view
         self._copies: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
         self.model: torch.nn.Module = self._of(model)
 
     def settle(self) -> None:
@@ -176,13 +180,27 @@ class Shadow:
             for name in sorted(before.keys() | now.keys()):
                 if name not in before or name not in now or not _same(before[name], now[name]):
                     raise Unfit(f"{path}.{name} is no tensor and changes with the weights")
-            if isinstance(live, torch.nn.Module):
-                for of in (vars, lambda one: one._parameters, lambda one: one._buffers):
-                    self._settle_slots(path, of(live), of(copy))
+            self._settle_slots(path, vars(live), vars(copy))
+        for live, copy in self._containers:
+            path = self._survey._paths.get(id(live), "")
+            if not isinstance(live, dict):
+                live, copy = dict(enumerate(live)), dict(enumerate(copy))
+            self._settle_slots(path, live, copy)
 
-    def _settle_slots(self, path: str, live: dict[str, Any], copy: dict[str, Any]) -> None:
-        for name, new in copy.items():
-            old = live.get(name)
+    def close(self) -> None:
+        """Let go of everything without waiting for the collector of cycles, which a server may hold back."""
+        for _, copy, _ in self._pairs:
+            vars(copy).clear()
+        self._pairs.clear()
+        self._containers.clear()
+        self._copies.clear()
+        del self.model
+
+    def _settle_slots(self, path: str, live: dict[Any, Any], copy: dict[Any, Any]) -> None:
+        for name in live.keys() | copy.keys():
+            old, new = live.get(name), copy.get(name)
+            if self._holds_tensors(old) and new is not self._copies.get(id(old)):
+                raise Unfit(f"{path}.{name} is not the same container after a second load")
             if isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):
                 raise Unfit(f"{path}.{name} is a tensor that the live model does not have")
             if not isinstance(old, torch.Tensor) or id(old) not in self._survey.tensors:
@@ -194,6 +212,11 @@ class Shadow:
                 raise Unfit(f"{path}.{name} has another layout after a second load")
             if (new.device, new.data_ptr(), new.stride()) != (home.device, home.data_ptr(), home.stride()):
                 home.copy_(new.detach())
+
+    def _holds_tensors(self, thing: Any) -> bool:
+        return isinstance(thing, CONTAINERS) and any(
+            isinstance(one, torch.Tensor) and id(one) in self._survey.tensors for _, one in children(thing)
+        )
 
     def _of(self, thing: Any) -> Any:
         key = id(thing)
@@ -230,6 +253,8 @@ class Shadow:
                 copy.update(map(self._of, thing))
             else:
                 copy.extend(map(self._of, thing))
+            if not isinstance(thing, set):
+                self._containers.append((thing, copy))
             return copy
         items = [self._of(value) for value in thing]
         fixed: Any = type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)

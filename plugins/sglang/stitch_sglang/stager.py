@@ -201,8 +201,11 @@ class RankStager:
 
         reader = Reader(work.directory, work.go_on)
         shadow = Shadow(self._model, self._survey, view)
-        self._load(shadow.model, iter(reader))
-        shadow.settle()
+        try:
+            self._load(shadow.model, iter(reader))
+            shadow.settle()
+        finally:
+            shadow.close()
         state, work.bytes = reader.state(), reader.bytes
         if work.expected and state != work.expected:
             raise CheckpointError(f"{work.directory} holds state {state}, not {work.expected}")

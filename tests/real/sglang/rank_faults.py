@@ -1,7 +1,7 @@
 """Faults of one rank, on demand: a plugin of SGLang beside Stitch's, copied to where a test's server looks.
 
-A fault happens while there is a file of its name in the directory FAULTS: ``copy`` and ``read`` on rank 1,
-``memory`` everywhere.
+A fault happens while there is a file of its name in the directory FAULTS: ``copy``, ``read`` and ``unfit``
+on rank 1, ``memory`` everywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ def register() -> None:
     from stitch_sglang import ranks
     from stitch_sglang.image import Image
     from stitch_sglang.reading import Reader
+    from stitch_sglang.shadow import Unfit
 
     copy, read, memory = Image.copy_to_live, Reader._read, ranks.available_memory
 
@@ -35,6 +36,8 @@ def register() -> None:
     def read_tensor(self, name, ref):
         if wanted("read"):
             raise OSError(f"a fault at {name}")
+        if wanted("unfit"):
+            raise Unfit(f"no stage of {name}")
         return read(self, name, ref)
 
     ranks.available_memory = lambda: 1000 if there("memory") else memory()

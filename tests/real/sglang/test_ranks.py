@@ -62,11 +62,28 @@ async def test_each_rank_has_an_image_of_its_own(world: World) -> None:
     assert whole / 2 <= last["bytes"] < whole == last["stage"]["bytes"]  # copied, and read, by each
 
 
+async def test_a_version_that_one_rank_cannot_stage_comes_from_disk_on_both(world: World) -> None:
+    """And the next one from images again, of which none equals what is live then."""
+    said = []
+    for there in (True, False):
+        if there:
+            (world.scratch / "unfit").touch()
+        else:
+            (world.scratch / "unfit").unlink()
+        for seed in (5, 1):
+            await world.serves(world.publish(seed))
+            last = (await world.server.call("GET", "/stitch/status"))[1]["last_update"]
+            assert last["destination"] == ("disk" if there else "cpu")
+            said.append((await world.server.generate(PROMPT))["output_ids"])
+    assert "this version is loaded from disk: rank 1: no stage of" in world.server.tail(400)
+    assert said[0] == said[2] != said[1] == said[3]
+
+
 async def test_what_one_rank_cannot_stage_no_rank_activates(world: World) -> None:
     before = await world.server.generate(PROMPT)
     served = len(world.seeds) - 1
     (world.scratch / "read").touch()
-    number = world.publish(5)
+    number = world.publish(2)
     problem = await world.status_until(lambda status: status["problem"] is not None)
     assert "rank 1: a fault at " in problem["problem"]["message"]
     after = await world.server.generate(PROMPT)
