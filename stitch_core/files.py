@@ -31,7 +31,7 @@ class PosixFiles:
 
     def read_into(self, path: Path, offset: int, out: memoryview) -> int:
         done = 0
-        with _opened(path, os.O_RDONLY) as fd:
+        with _opened(path, os.O_RDONLY) as fd, _named(path):
             while done < out.nbytes:
                 count = os.preadv(fd, [out[done:]], offset + done)
                 if count == 0:
@@ -59,18 +59,18 @@ class PosixFiles:
         return sorted(os.listdir(path))
 
     def write_new(self, path: Path, data: Buffer) -> None:
-        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd, _named(path):
             _write_all(fd, data, 0)
 
     def write_at(self, path: Path, offset: int, data: Buffer) -> None:
-        with _opened(path, os.O_WRONLY) as fd:
+        with _opened(path, os.O_WRONLY) as fd, _named(path):
             size = os.fstat(fd).st_size
             if not 0 <= offset <= size:
                 raise ValueError(f"{path}: writing at {offset} would leave a hole, the file has {size} bytes")
             _write_all(fd, data, offset)
 
     def sync(self, path: Path) -> None:
-        with _opened(path, os.O_RDONLY) as fd:
+        with _opened(path, os.O_RDONLY) as fd, _named(path):
             os.fsync(fd)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -131,6 +131,17 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Calls on a descriptor fail without saying of which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _write_all(fd: int, data: Buffer, offset: int) -> None:

@@ -55,6 +55,24 @@ def test_writes_are_whole_when_the_kernel_takes_less(tmp_path: Path, monkeypatch
     assert files.read(tmp_path / "f") == data[:100] + data
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was '[Errno 28] No space left on device', of one of several disks."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "there").write_bytes(b"x")
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "fsync", full)
+    for fails in (
+        lambda: files.write_new(tmp_path / "new", b"x"),
+        lambda: files.write_at(tmp_path / "there", 0, b"x"),
+        lambda: files.sync(tmp_path / "there"),
+    ):
+        with pytest.raises(OSError, match=r"\[Errno 28\].*: '.*/(new|there)'"):
+            fails()
+
+
 def test_write_at_overwrites_and_extends(tmp_path: Path) -> None:
     path = tmp_path / "f"
     files.write_new(path, b"")

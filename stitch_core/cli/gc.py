@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ..chain import NoHead
+from ..manifest import FormatError
 from ..metered import CollectorMetrics
 from ..ports import SystemClock
 from ..retention import GRACE, Collector, Sweep
@@ -66,6 +67,12 @@ def duration(text: str) -> float:
 
 async def run(options: argparse.Namespace) -> int:
     check_run_id(options.run_id)
+    target = None if options.dry_run else options.metrics
+    with exported(target) as exporter:  # what is wrong with it is found before anything is deleted
+        return await _run(options, CollectorMetrics(exporter))
+
+
+async def _run(options: argparse.Namespace, metrics: CollectorMetrics) -> int:
     async with opened_store(options.store) as store:
         collector = Collector(
             store, options.run_id, clock=SystemClock(), rng=random.Random(), grace=options.grace,
@@ -76,9 +83,10 @@ async def run(options: argparse.Namespace) -> int:
             sweep = await (collector.survey() if options.dry_run else collector.collect())
         except NoHead as error:
             raise UsageError(str(error)) from None
+        except FormatError as error:
+            raise UsageError(f"nothing is deleted while this cannot be read: {error}") from None
         if not options.dry_run:
-            with exported(options.metrics) as exporter:
-                CollectorMetrics(exporter).swept(sweep, time.monotonic() - began, time.time())
+            metrics.swept(sweep, time.monotonic() - began, time.time())
     emit(as_json(sweep, options.dry_run), options.json, lambda: _text(sweep, options.dry_run))
     return 1 if sweep.failed else 0
 

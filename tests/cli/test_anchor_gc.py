@@ -120,6 +120,27 @@ def test_gc_plans_and_deletes_below_the_second_floor(run: Shell) -> None:
     assert checked.code == 0, checked.err
 
 
+def test_gc_says_that_it_waits_for_what_it_cannot_read(run: Shell) -> None:
+    (run.root / "store" / "channels").mkdir(exist_ok=True)
+    (run.root / "store" / "channels" / "bad").write_bytes(b"x")
+    said = run("gc", "--store", run.store, "--run", "r", "--grace", "0s")
+    assert (said.code, "nothing is deleted while this cannot be read: channels/bad" in said.complaint) == (
+        2,
+        True,
+    )
+
+
+def test_gc_looks_at_its_options_before_it_deletes(run: Shell) -> None:
+    """A --metrics that means nothing was found when all was deleted."""
+    for step in range(3):
+        run("publish", run.base, "--store", run.store, "--run", "r", "--base", run.base, "--step", step)
+    collect = ("gc", "--store", run.store, "--run", "r", "--grace", "0s")
+    doomed = run(*collect, "--dry-run", "--json").json["objects"]
+    assert doomed > 0
+    assert run(*collect, "--metrics", "no port").code == 2
+    assert run(*collect, "--json").json["deleted"] == doomed
+
+
 def test_gc_of_nothing(shell: Shell) -> None:
     assert "has no head yet" in shell("gc", "--store", shell.store, "--run", "r").complaint
 
