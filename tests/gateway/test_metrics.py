@@ -83,6 +83,7 @@ async def test_failed_tries_are_counted(fleet: Fleet) -> None:
             assert (await fleet.post({"text": "x"}))[0] == 200
             if fleet.gateway.fleet.evictions:
                 break
-    found = await page(fleet)
+        found = await page(fleet)
+        await fleet.stack.aclose()  # before the replica that it asks again and again
     assert found[("stitch_gateway_tries_failed_total", (("reason", "failures"),))] >= 1
     assert found[("stitch_gateway_evictions_total", ())] >= 1

@@ -83,7 +83,8 @@ async def test_streams(fleet: Fleet, tmp_path: Path, end: str) -> None:
         await fleet.start(raw.url, run="r", provenance=tmp_path, until_ready=1)
         async with fleet.session.post(fleet.url + "/generate", json={"text": "x", "stream": True}) as got:
             await got.read()
-    (line,) = await logged(fleet, tmp_path, 1)
+        (line,) = await logged(fleet, tmp_path, 1)
+        await fleet.stack.aclose()  # before the replica that it asks again and again
     assert line["outcome"] == end
     if end == "unreported":
         assert (line["admitted"], "spans" in line) == (7, False)
@@ -112,6 +113,7 @@ async def test_a_client_that_leaves_has_a_line_too(fleet: Fleet, tmp_path: Path)
         await got.content.readany()
         got.close()
         (line,) = await logged(fleet, tmp_path, 1)
+        await fleet.stack.aclose()
     assert (line["outcome"], line["admitted"]) == ("left", 7)
 
 
