@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -19,7 +18,7 @@ from .attempt import Again, Attempt
 from .call import Call
 from .consumers import Scope
 from .fleet import Fleet
-from .routing import SHARE, SLACK, Replica, choose, eligible, may_come
+from .routing import Replica, choose, eligible
 
 
 class _GivenUp(Exception):
@@ -30,8 +29,7 @@ class _GivenUp(Exception):
 class Dispatcher:
     """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
 
-    ``pause``: seconds for which a request avoids a replica that has just refused it; ``spread``: seconds for
-    which those who wait for a version are dealt out to replicas as these take it. ``on_acquired`` is told
+    ``pause``: seconds for which a request avoids a replica that has just refused it. ``on_acquired`` is told
     the seconds that a request waited for a replica, ``on_held`` what it demands, once it has to wait.
     """
 
@@ -41,12 +39,10 @@ class Dispatcher:
     hold: float = 50.0
     attempts: int = 5
     pause: float = 0.25
-    spread: float = 5.0
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
     waiting: dict[VersionConstraint, set[asyncio.Future[None]]] = field(default_factory=dict)
-    spreading: dict[VersionConstraint, asyncio.TimerHandle] = field(default_factory=dict)
     on_acquired: Callable[[float], None] = lambda _: None
     on_held: Callable[[VersionConstraint], None] = lambda _: None
 
@@ -157,32 +153,10 @@ class Dispatcher:
     def _changed(self, replica: Replica | None) -> None:
         """Wake whom the change may concern: all who wait cost too much where thousands do."""
         for constraint, group in self.waiting.items():
-            if replica is None:
-                _wake(group, len(group))
-            elif eligible(replica, constraint) and _wake(group, self._share(constraint, len(group))):
-                self._wake_later(constraint)
-
-    def _share(self, constraint: VersionConstraint, waiting: int) -> int:
-        """How many of those who wait one replica may get at once: others are about to serve it too.
-
-        Without it the first of a thousand that takes a version would be sent all that was held for it.
-        """
-        if waiting <= SLACK:
-            return waiting
-        coming = sum(may_come(replica, constraint) for replica in self.fleet.replicas if replica.alive)
-        return math.ceil(SHARE * waiting / (1 + coming)) + SLACK if coming else waiting
-
-    def _wake_later(self, constraint: VersionConstraint) -> None:
-        """Those who were left go to whoever serves it by then."""
-        if constraint in self.spreading:
-            return
-
-        def wake() -> None:
-            del self.spreading[constraint]
-            group = self.waiting.get(constraint, set())
-            _wake(group, len(group))
-
-        self.spreading[constraint] = asyncio.get_running_loop().call_later(self.spread, wake)
+            if replica is None or eligible(replica, constraint):
+                for waiter in group:
+                    if not waiter.done():
+                        waiter.set_result(None)
 
     def _too_late(self, call: Call) -> Refusal:
         replicas = self.fleet.replicas
@@ -199,18 +173,6 @@ class Dispatcher:
             f"no replica serves {demands} after {self.hold:g} s; now: {', '.join(served) or 'nothing'}",
             demands=demands,
         )
-
-
-def _wake(group: Collection[asyncio.Future[None]], most: int) -> bool:
-    """Wake so many; whether others were left."""
-    for waiter in group:
-        if waiter.done():
-            continue
-        if most <= 0:
-            return True
-        waiter.set_result(None)
-        most -= 1
-    return False
 
 
 def _passed_by_all(constraint: VersionConstraint, replicas: Sequence[Replica]) -> bool:

@@ -60,15 +60,6 @@ def eligible(replica: Replica, constraint: VersionConstraint) -> bool:
     return replica.ready and replica.serving is not None and constraint.allows(replica.serving)
 
 
-def may_come(replica: Replica, wanted: VersionConstraint) -> bool:
-    """Whether the replica may come to serve it."""
-    serving = replica.serving
-    if serving is None or wanted.run not in (None, serving.run):
-        return True
-    number = max(v for v in (wanted.min_version, wanted.exact_version, -1) if v is not None)
-    return serving.number < number
-
-
 def choose(
     replicas: Iterable[Replica],
     constraint: VersionConstraint,
