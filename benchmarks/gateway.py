@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,7 +215,13 @@ async def stream_all(port: int, count: int) -> tuple[int, float]:
     for _ in range(count):
         clients.append(await connect(port))
     began = time.perf_counter()
-    results = await asyncio.gather(*(c.send(request(STREAMED)) for c in clients), return_exceptions=True)
+    answers = []
+    for number, client in enumerate(clients):
+        answers.append(client.send(request(STREAMED)))
+        if number % 50 == 49:  # not all at the same instant, but long before the first one ends
+            await asyncio.sleep(0.2)
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    say(f"streams ended with {Counter(_end_of(result) for result in results)}")
     whole = sum(
         not isinstance(result, BaseException) and client.whole and client.events == TOKENS + 1
         for client, result in zip(clients, results, strict=True)
@@ -222,6 +229,10 @@ async def stream_all(port: int, count: int) -> tuple[int, float]:
     for client in clients:
         client.transport.close()
     return whole, time.perf_counter() - began
+
+
+def _end_of(result: bytes | BaseException) -> str:
+    return repr(result) if isinstance(result, BaseException) else result.split(b"\r\n")[0].decode()
 
 
 def stream_rows(process: Process, count: int) -> Iterator[Row]:

@@ -117,15 +117,24 @@ class RawReplica:
         self.serving = serving
         self.url = ""
         self._server: asyncio.Server
+        self._writers: list[asyncio.StreamWriter] = []
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["RawReplica"]:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
             self._server.close()
+            await asyncio.sleep(0.02)  # what was accepted has its writer then
+            for writer in self._writers:
+                writer.transport.abort()
+            await asyncio.sleep(0.02)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        await self._serve(reader, writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

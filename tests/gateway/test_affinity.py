@@ -203,3 +203,25 @@ async def test_a_request_with_state_in_the_engine_is_not_sent_twice(fleet: Fleet
             assert (await other.post(body))[0] == 200
     finally:
         await other.stack.aclose()
+
+
+async def test_one_late_probe_is_no_loss(fleet: Fleet) -> None:
+    """An engine under load answers late; only one that stays silent is out of rotation."""
+    server = fleet.add()
+    await fleet.start(probe_timeout=0.2)
+    replica = fleet.gateway.fleet.replicas[0]
+    silent = asyncio.Event()
+    app = server.replica.app
+
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") == "/ready" and silent.is_set():
+            await asyncio.sleep(30)
+        await handler(scope, receive, send)
+
+    handler, app._http = app._http, late
+    silent.set()
+    await fleet.until(lambda: replica.late == 1)
+    assert replica.ready
+    await fleet.until(lambda: not replica.ready)
+    silent.clear()
+    await fleet.until(lambda: replica.ready)

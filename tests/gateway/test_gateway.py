@@ -110,6 +110,41 @@ async def test_C28_request_is_held_until_its_version_is_served(fleet: Fleet) -> 
     assert (status, value["meta_info"]["weight_version"]) == (200, "8")
 
 
+async def test_C28_the_first_replica_of_a_version_does_not_get_all_that_waited(fleet: Fleet) -> None:
+    servers = [fleet.add(7) for _ in range(4)]
+    for server in servers:
+        server.engine.hang.clear()
+    await fleet.start(hold=10.0)
+    body = {**PROMPT, "weight_version": {"min_version": 8}}
+    held = [asyncio.ensure_future(fleet.post(body)) for _ in range(60)]
+    await fleet.until(lambda: len(fleet.gateway.dispatcher.held) == 60)
+    servers[0].serves(8)
+    await fleet.until(lambda: servers[0].replica.gate.active > 20)
+    await asyncio.sleep(0.1)
+    assert servers[0].replica.gate.active <= 1.25 * 15 + 8 + 1
+    for server in servers[1:]:
+        server.serves(8)
+    await fleet.until(lambda: not fleet.gateway.dispatcher.held)
+    assert max(server.replica.gate.active for server in servers) <= 1.25 * 15 + 8 + 1
+    for server in servers:
+        server.engine.hang.set()
+    assert {status for status, _ in await asyncio.gather(*held)} == {200}
+
+
+async def test_C28_but_it_gets_them_if_no_other_comes(fleet: Fleet) -> None:
+    first, _ = fleet.add(7), fleet.add(7)
+    first.engine.hang.clear()
+    await fleet.start(hold=10.0)
+    fleet.gateway.dispatcher.spread = 0.2
+    body = {**PROMPT, "weight_version": {"min_version": 8}}
+    held = [asyncio.ensure_future(fleet.post(body)) for _ in range(60)]
+    await fleet.until(lambda: len(fleet.gateway.dispatcher.held) == 60)
+    first.serves(8)
+    await fleet.until(lambda: first.replica.gate.active == 60)
+    first.engine.hang.set()
+    assert {status for status, _ in await asyncio.gather(*held)} == {200}
+
+
 async def test_C25_hold_ends_with_a_409_and_evicts_nobody(fleet: Fleet) -> None:
     fleet.add(7)
     await fleet.start(hold=0.1)

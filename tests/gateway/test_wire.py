@@ -1,6 +1,7 @@
 """Bad manners on the wire, of clients and of replicas: an answer in the envelope, and nobody else is hurt."""
 
 import asyncio
+import contextlib
 import gzip
 import io
 import json
@@ -149,9 +150,10 @@ async def test_malformed_json(fleet: Fleet, body: bytes) -> None:
     assert server.engine.path == ""
 
 
+@pytest.mark.slow
 async def test_a_body_of_40_mib(fleet: Fleet) -> None:
     server = fleet.add()
-    await fleet.start()
+    await fleet.start(hold=30.0)
     body = io.BytesIO(json.dumps({"text": "x" * (40 << 20)}).encode())
     async with fleet.session.post(fleet.url + "/generate", data=body) as answer:
         assert answer.status == 200
@@ -276,6 +278,7 @@ async def test_a_gzip_stream(fleet: Fleet) -> None:
             assert await answer.read() == EVENT + FINAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
@@ -302,6 +305,7 @@ async def test_garbage_of_a_replica_costs_the_client_time_only(fleet: Fleet, ans
         assert broken.requests <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "status", [b"", b"[]", b"5", b'{"ready": 1}', b'{"ready": true, "active_requests": "x"}', b"[" * 50_000,
                b'{"ready": true, "weight_version": [], "run": {}}', b" " * (2 << 20)],
@@ -312,6 +316,8 @@ async def test_a_status_of_garbage_makes_no_replica_ready(fleet: Fleet, status: 
             await reader.readuntil(b"\r\n\r\n")
             self.requests += 1
             writer.write(whole(status))
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
             writer.close()
 
     async with Liar(b"").running() as liar:

@@ -18,7 +18,7 @@ from .attempt import Again, Attempt
 from .call import Call
 from .consumers import Scope
 from .fleet import Fleet
-from .routing import Replica, choose, eligible
+from .routing import Replica, choose, crowded, eligible
 
 
 class _GivenUp(Exception):
@@ -29,8 +29,10 @@ class _GivenUp(Exception):
 class Dispatcher:
     """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
 
-    ``pause``: seconds for which a request avoids a replica that has just refused it. ``on_acquired`` is told
-    the seconds that a request waited for a replica, ``on_held`` what it demands, once it has to wait.
+    ``spread``: seconds for which one that was held waits for further replicas of its version, where the first
+    would get more than their share. ``pause``: seconds for which a request avoids a replica that has just
+    refused it. ``on_acquired`` is told the seconds that a request waited for a replica, ``on_held`` what it
+    demands, once it has to wait.
     """
 
     fleet: Fleet
@@ -39,6 +41,7 @@ class Dispatcher:
     hold: float = 50.0
     attempts: int = 5
     pause: float = 0.25
+    spread: float = 2.0
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
@@ -110,7 +113,7 @@ class Dispatcher:
     async def _acquire(self, call: Call, avoided: dict[Replica, float]) -> Replica:
         """Wait for a replica and count the request as running there."""
         self.held.add(call)
-        began = _now()
+        began, patient, was_held = _now(), float("inf"), False
         try:
             while True:
                 if call.aborted.is_set():
@@ -123,17 +126,24 @@ class Dispatcher:
                     self.fleet.replicas, call.constraint, self.rng, avoid,
                     key=call.key, sequences=call.sequences,
                 )  # fmt: skip
-                if replica is not None:
+                if replica is None:
+                    self.on_held(call.constraint)
+                    was_held = True
+                    until = min([call.deadline, *(avoided[replica] for replica in avoid)])
+                elif was_held and now < patient and self._crowded(replica, call):
+                    patient = min(patient, now + self.spread)
+                    until = min(call.deadline, patient)
+                else:
                     replica.in_flight += 1
                     replica.sequences += call.sequences
                     self.on_acquired(now - began)
                     return replica
-                self.on_held(call.constraint)
-                await self._wait(
-                    call.constraint, min([call.deadline, *(avoided[replica] for replica in avoid)])
-                )
+                await self._wait(call.constraint, until)
         finally:
             self.held.discard(call)
+
+    def _crowded(self, replica: Replica, call: Call) -> bool:
+        return crowded(replica, self.fleet.replicas, call.constraint, len(self.held), call.sequences)
 
     async def _wait(self, constraint: VersionConstraint, until: float) -> None:
         """Until a replica that changed may take the request, or something was aborted, or it is time."""

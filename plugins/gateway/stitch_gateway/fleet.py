@@ -21,6 +21,8 @@ IMPATIENT = 0.1
 MOST_PROBES = 400.0
 # What an engine has in its queue is asked this often (seconds); our own requests are counted in between.
 LOADS_EVERY = 1.0
+# Probes in a row that may time out.
+MOST_LATE = 3
 LOADS = "/v1/loads?include=core"
 
 
@@ -152,10 +154,13 @@ class Fleet:
                 ready = response.status == 200 and status.get("ready") is True
                 active = int(status.get("active_requests") or 0)
         except (*GARBAGE, OSError) as error:
-            replica.alive = replica.ready = False
+            # One that is merely late may only be busy; a request that it cannot take will say so.
+            replica.late = replica.late + 1 if isinstance(error, TimeoutError) else MOST_LATE
+            if replica.late >= MOST_LATE:
+                replica.alive = replica.ready = False
             replica.error = f"{type(error).__name__}: {error}".rstrip(": ")
         else:
-            replica.alive, replica.ready = True, ready
+            replica.alive, replica.ready, replica.late = True, ready, 0
             if not replica.tells:
                 replica.others = max(0, active - replica.in_flight)
             replica.error = None if ready else str(status.get("why_not_ready") or "not ready")

@@ -13,7 +13,7 @@ from stitch_core.versions import VersionConstraint
 
 from .attempt import FAILURES
 from .fleet import Fleet
-from .routing import Replica
+from .routing import behind
 
 # On what one gateway passes to another, which passes it no further.
 HEADER_FORWARDED = "x-stitch-forwarded"
@@ -80,15 +80,6 @@ class Reach:
     async def _wake(self) -> None:
         while self._wanted:
             wanted, self._wanted = self._wanted, set()
-            late = [r for r in self._fleet.replicas if r.alive and any(_behind(r, each) for each in wanted)]
+            late = [r for r in self._fleet.replicas if r.alive and any(behind(r, each) for each in wanted)]
             await asyncio.gather(*(self.one(replica.url, "/wake", {}, replica.headers) for replica in late))
             await asyncio.sleep(WAKE_EVERY)
-
-
-def _behind(replica: Replica, wanted: VersionConstraint) -> bool:
-    """Whether the replica may come to serve it."""
-    serving = replica.serving
-    if serving is None or wanted.run not in (None, serving.run):
-        return True
-    number = max(v for v in (wanted.min_version, wanted.exact_version, -1) if v is not None)
-    return serving.number < number

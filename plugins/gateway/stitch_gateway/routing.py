@@ -25,7 +25,8 @@ class Replica:
 
     ``in_flight``: our requests there; ``sequences``: the sequences that they generate, which is what an
     engine queues. ``others``: what the engine had of others when it was last asked, as it ``tells``, or else
-    what the replica's gate had. ``headers`` go with every request to it.
+    what the replica's gate had. ``late``: probes in a row that it left unanswered. ``headers`` go with every
+    request to it.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Replica:
     sequences: int = 0
     others: int = 0
     tells: bool = False
+    late: int = 0
     error: str | None = "not probed yet"
     seed: int = field(init=False)
 
@@ -58,6 +60,30 @@ def rank(key: bytes) -> Callable[[Replica], int]:
 def eligible(replica: Replica, constraint: VersionConstraint) -> bool:
     """Whether the replica would take the request, as far as we know."""
     return replica.ready and replica.serving is not None and constraint.allows(replica.serving)
+
+
+def behind(replica: Replica, constraint: VersionConstraint) -> bool:
+    """Whether the replica does not serve what is demanded, and may come to."""
+    serving = replica.serving
+    if serving is None or constraint.run not in (None, serving.run):
+        return True
+    wanted = [v for v in (constraint.min_version, constraint.exact_version) if v is not None]
+    return serving.number < max(wanted, default=-1)
+
+
+def crowded(
+    replica: Replica, replicas: Iterable[Replica], constraint: VersionConstraint, held: int, sequences: int
+) -> bool:
+    """Whether the replica would have more than its share once all that are on their way have come.
+
+    ``held``: sequences that wait. The first replica of a new version must not get all that waited for it.
+    """
+    there = [r for r in replicas if r.alive and eligible(r, constraint)]
+    coming = [r for r in replicas if r.alive and (not r.ready or behind(r, constraint))]
+    if not coming:
+        return False
+    total = sum(r.load for r in there) + sum(r.load for r in coming) + held
+    return replica.load + sequences > SHARE * total / (len(there) + len(coming)) + SLACK
 
 
 def choose(
