@@ -20,6 +20,7 @@ from typing import Any
 
 from .checkout import base_row, checkout
 from .checkpoint import Checkpoint
+from .compacting import CompactorProcess
 from .delta.encoder import DeltaEncoder, EncodedDelta
 from .files import PosixFiles
 from .manifest import Manifest
@@ -70,6 +71,7 @@ class PolicyPublisher:
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files), encoding)
         self._turn = asyncio.Lock()
         self._store: Store | None = None
+        self._compacting: CompactorProcess | None = None
         self._held = contextlib.ExitStack()
         self._work = self._held.enter_context(own_directory(work, self._files))
         self._loop = LoopThread("stitch-publish")
@@ -97,6 +99,7 @@ class PolicyPublisher:
         encoding: str = "xor",
         saved: int | None = None,
         override: bool = False,
+        compact: bool = False,
     ) -> PolicyPublisher:
         """Claim ``run`` in the store at URL ``store``.
 
@@ -104,14 +107,19 @@ class PolicyPublisher:
         ``encoding`` "xor", which stock receivers read, or "sparse", half as large. A trainer that resumes
         says in ``saved`` at which version its checkpoint was saved, and with ``override`` that it means one
         which a rollback gave up; what it publishes first is a delta from a version that was proven here.
+        ``compact`` runs ``stitch compact`` beside it, for replicas that join a long run.
         Raises PublishError (ClaimRefused when ``boot`` is not the run's version 0, when the run has gone on
         from it and ``saved`` is not given, or was given up), CheckpointError, StoreError, FormatError,
         CheckoutRefused.
         """
-        return cls(
+        publisher = cls(
             lambda: open_store(store), run, boot, work, producer=producer or {}, encoding=encoding,
             saved=saved, override=override,
         )  # fmt: skip
+        if compact:
+            publisher._compacting = CompactorProcess(store, run, boot, work)
+            publisher._compacting.ensure()
+        return publisher
 
     def __enter__(self) -> PolicyPublisher:
         return self
@@ -195,6 +203,8 @@ class PolicyPublisher:
 
     def _end_thread(self) -> None:
         atexit.unregister(self._warn)
+        if self._compacting is not None:
+            self._compacting.close()
         self._loop.run(self._end())
         self._loop.close()
         self._held.close()

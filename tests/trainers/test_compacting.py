@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stitch_core.compacting import CompactorProcess
+from stitch_core.policy_publisher import PolicyPublisher
 from stitch_core.trainers.own_delta import OwnDelta
 from tests.small_run import FILES
 from tests.trainers.ranks import World, on_ranks, same
@@ -88,3 +89,17 @@ def test_one_that_cannot_start_harms_nothing(tmp_path: Path, monkeypatch: pytest
     compactor.ensure()
     compactor.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_the_embedded_publisher_has_it_too(world: World) -> None:
+    store = world.root / "store"
+    with PolicyPublisher.start(
+        f"file:{store}", "r", world.boot, world.root / "work", compact=True
+    ) as publisher:
+        for _ in range(5):
+            publisher.publish(world.learn())
+        publisher.flush()
+        wait_for(lambda: any((store / "runs/r/spans").glob("000000-000004.*/span.json")), "no span")
+        process = publisher._compacting and publisher._compacting._process
+    assert process is not None
+    assert process.poll() is not None
