@@ -36,10 +36,15 @@ def add_parser(commands: Commands) -> None:
         "to an older version, drains what is in flight.",
     )  # fmt: skip
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = add_command(actions, "list", run_list, "list the channels", "List the channels.")
+    listing = add_command(
+        actions, "list", run_list, "list the channels",
+        "List the channels.\n\n  stitch channel list --store file:/data/stitch",
+    )  # fmt: skip
     show = add_command(
         actions, "show", run_show, "show what a channel means now",
-        "Show what a channel says, and which version that is now. Exit code 1 if it names what is not there.",
+        "Show what a channel says, and which version that is now. Exit code 1 if it names what is not\n"
+        "there.\n\n"
+        "  stitch channel show --store file:/data/stitch latest",
     )  # fmt: skip
     move = add_command(
         actions, "set", run_set, "point a channel at a run, or at one version",
@@ -50,7 +55,9 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     delete = add_command(
         actions, "delete", run_delete, "remove a channel",
-        "Remove a channel. Replicas that follow it go on serving what they serve, and say that it is gone.",
+        "Remove a channel. Replicas that follow it go on serving what they serve, and say that it is\n"
+        "gone.\n\n"
+        "  stitch channel delete --store file:/data/stitch eval",
     )  # fmt: skip
     for action in (listing, show, move, delete):
         add_store(action)

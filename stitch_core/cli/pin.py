@@ -36,11 +36,13 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     listing = add_command(
         actions, "list", run_list, "list the pins",
-        "List the pins. Exit code 2 if one cannot be read: nothing is collected before it is removed.",
+        "List the pins. Exit code 2 if one cannot be read: nothing is collected before it is removed.\n\n"
+        "  stitch pin list --store file:/data/stitch",
     )  # fmt: skip
     remove = add_command(
         actions, "remove", run_remove, "remove a pin",
-        "Remove a pin. What nothing else needs is collected from then on.",
+        "Remove a pin. What nothing else needs is collected from then on.\n\n"
+        "  stitch pin remove --store file:/data/stitch best",
     )  # fmt: skip
     for action in (add, listing, remove):
         add_store(action)

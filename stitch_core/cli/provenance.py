@@ -15,9 +15,9 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands, "provenance", run, "ask gateways' logs which versions made what",
         "Read the provenance logs that 'stitch gateway --provenance DIR' wrote.\n\n"
-        "  stitch provenance DIR --session conversation-7   which versions made the answers of a session\n"
-        "  stitch provenance DIR --request my-id            the same of one request\n"
-        "  stitch provenance DIR --staleness               versions behind the head, by hour and consumer\n"
+        "  stitch provenance DIR --session chat-7   # which versions made the answers of a session\n"
+        "  stitch provenance DIR --request my-id    # the same of one request\n"
+        "  stitch provenance DIR --staleness        # versions behind the head, by hour and consumer\n"
         "\n"
         "Times are UTC. Staleness is that of an answer's oldest version, tokens and keys and values alike.",
     )  # fmt: skip

@@ -54,6 +54,8 @@ def add_parser(commands: Commands) -> None:
         "DIR is a full Hugging Face checkpoint, or a delta directory as slime and Miles write it. A delta\n"
         "is applied to a proven copy of the head first: it is refused when it does not fit. With --as-delta\n"
         "a full checkpoint is encoded against the head, and only what changed is uploaded.\n\n"
+        "  stitch publish /ckpt/8 --store file:/data/stitch --run my-run --base /models/base --as-delta\n"
+        "  stitch publish /updates/7 --store s3://bucket/stitch --run my-run --base /models/base\n\n"
         "A trainer's plugin publishes by itself; this command is for scripts, repairs and tests.",
     )  # fmt: skip
     parser.add_argument("directory", type=absolute_path, metavar="DIR")
@@ -70,12 +72,21 @@ def add_parser(commands: Commands) -> None:
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
     )
     parser.add_argument(
-        "--wait-replicas", type=read_wanted, metavar="N|FRACTION",
+        "--wait-replicas", type=_replicas, metavar="N|FRACTION",
         help="wait until so many replicas serve it (1.0: all that live); exit 1 if they do not in time",
     )  # fmt: skip
     parser.add_argument(
         "--wait-timeout", type=seconds, default=300.0, metavar="S", help="how long (default: 300)"
     )
+
+
+def _replicas(text: str) -> int | float:
+    try:
+        return read_wanted(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of replicas from 1 on, or a fraction up to 1.0 of those that live, got {text}"
+        ) from None
 
 
 async def run(options: argparse.Namespace) -> int:

@@ -65,6 +65,8 @@ def add_parser(commands: Commands) -> None:
         "--engine embedded runs a small engine in this process, for tests and the local demo. --engine\n"
         "http://127.0.0.1:30000 puts this replica as a sidecar in front of a stock SGLang server that was\n"
         "started on the same --base checkpoint; clients then talk to the sidecar only.\n\n"
+        "  stitch replica --store file:/data/stitch --run my-run --base /models/base \\\n"
+        "      --engine http://127.0.0.1:30001 --port 30100\n\n"
         "An empty store is waited for; stderr and /ready say why. SIGTERM leaves rotation, lets requests\n"
         "end, and exits.",
     )  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -37,6 +39,29 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--json" in text
     assert len(text.splitlines()) > 8
+
+
+def leaves(
+    parser: argparse.ArgumentParser, *words: str
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """Every command with its parser; ``channel set`` is one."""
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not actions:
+        yield words, parser
+    for name, child in (pair for action in actions for pair in action.choices.items()):
+        yield from leaves(child, *words, name)
+
+
+def test_every_help_has_examples_that_can_be_run() -> None:
+    whole = build_parser()
+    for words, parser in leaves(whole):
+        text = parser.format_help().replace("\\\n", " ")
+        examples = [line for line in text.splitlines() if line.startswith("  stitch ")]
+        assert examples, f"stitch {' '.join(words)} --help shows no example"
+        for example in examples:
+            said = shlex.split(example, comments=True)
+            assert said[1 : len(words) + 1] == list(words), example
+            whole.parse_args(said[1:])
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

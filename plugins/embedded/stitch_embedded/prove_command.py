@@ -18,7 +18,8 @@ def add_parser(commands: Commands) -> None:
         "of RUN under it, and compare bit for bit. Also: how many would differ under a neighbouring\n"
         "version, and two negative controls, which must fail. Exit code 1 when anything is not proven.\n\n"
         "RUN is a directory with run.json and trajectories.jsonl.zst, as 'make demo' leaves it. Works for\n"
-        "runs of the embedded engine, whose arithmetic can be replayed exactly.",
+        "runs of the embedded engine, whose arithmetic can be replayed exactly.\n\n"
+        "  stitch prove demo-run",
     )  # fmt: skip
     parser.add_argument("directory", type=absolute_path, metavar="RUN")
     parser.add_argument(

@@ -35,6 +35,7 @@ def add_parser(commands: Commands) -> None:
         "none has the version yet, hold the request until one has, or answer 409 after --hold seconds.\n\n"
         "Replicas are found in the store, where they announce themselves, in another --pool, or listed with\n"
         "--replica. SIGTERM: it takes no new connections and lets requests end.\n\n"
+        "  stitch gateway --store file:/data/stitch --port 30000\n\n"
         "With --facade it is to slime and Miles one external engine with its router: their updates succeed\n"
         "once the version is published, since replicas follow the store by themselves, and what they abort\n"
         "or count are the requests of their run and consumer only. docs/http.md has the routes.",

@@ -37,10 +37,14 @@ def add_parser(commands: Commands) -> None:
         "  stitch consumer set --store file:/data/stitch eval --exact 120\n"
         "  stitch consumer set --store file:/data/stitch train --lag 2",
     )  # fmt: skip
-    listing = add_command(actions, "list", run_list, "list the consumers", "List the consumers.")
+    listing = add_command(
+        actions, "list", run_list, "list the consumers",
+        "List the consumers.\n\n  stitch consumer list --store file:/data/stitch",
+    )  # fmt: skip
     delete = add_command(
         actions, "delete", run_delete, "remove a consumer",
-        "Remove a consumer. Its requests demand nothing from then on, but what they say themselves.",
+        "Remove a consumer. Its requests demand nothing from then on, but what they say themselves.\n\n"
+        "  stitch consumer delete --store file:/data/stitch eval",
     )  # fmt: skip
     for action in (setting, listing, delete):
         add_store(action)
