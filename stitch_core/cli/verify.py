@@ -98,11 +98,15 @@ def _text(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Item:
-    """One object to read. ``optional``: it lies below the floor and may have been collected."""
+    """One object to read. ``optional``: it lies below the floor and may have been collected.
+
+    ``record``: the document that names it, which a collector deletes first.
+    """
 
     key: str
     file: PayloadFile
     optional: bool = False
+    record: str | None = None
 
 
 async def _verify_store(options: argparse.Namespace) -> dict[str, Any]:
@@ -146,9 +150,13 @@ async def _run_items(
             continue  # its files are being uploaded, or their uploader died: nobody reads them
         try:
             record = await read_record(store, place)
+        except NotFound:
+            continue  # collected since it was listed
         except (FormatError, StoreError) as error:
             problems.append({"where": place.key, "problem": str(error)})
             continue
+        if record.number > head.number:
+            continue  # of a version that was published since the head was read
         if states.get(record.number) != record.state:
             problems.append(
                 {"where": place.key, "problem": f"its state is not that of version {record.number}"}
@@ -172,7 +180,10 @@ async def _as_far_as_it_goes(
 
 
 def _items(source: Manifest | Record, *, optional: bool) -> list[_Item]:
-    return [_Item(source.file_key(file.name), file, optional) for file in source.representation.files]
+    document = source.key if isinstance(source, Record) else None
+    return [
+        _Item(source.file_key(file.name), file, optional, document) for file in source.representation.files
+    ]
 
 
 class _Reading:
@@ -214,12 +225,21 @@ class _Check:
             for _ in range(jobs):
                 group.create_task(work())
 
+    async def _gone(self, key: str) -> bool:
+        try:
+            await self._store.size(key)
+        except NotFound:
+            return True
+        except StoreError:
+            return False
+        return False
+
     async def _one(self, item: _Item, rng: random.Random) -> None:
         try:
             await verify(self._store, item.key, item.file.size, item.file.sha256, rng=rng)
             self._remember(f"{item.key} {item.file.sha256}")
         except NotFound as error:
-            if item.optional:
+            if item.optional or (item.record and await self._gone(item.record)):
                 self.collected += 1
                 return
             self._problems.append({"where": item.key, "problem": f"missing: {error}"})

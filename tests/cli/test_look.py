@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stitch_core.cli import verify as verify_module
 from stitch_core.files import PosixFiles
+from stitch_core.ports import NotFound
+from stitch_core.records import Record
 from stitch_core.safetensors import Tensor
 from stitch_core.testing.checkpoints import write_checkpoint
 from tests.cli.commands import Shell
@@ -200,6 +204,33 @@ def test_verify_what_was_collected_below_the_floor(run: Shell) -> None:
     found = run("verify", "r", "--store", run.store, "--json").json
     assert (found["collected"], found["problems"]) == (4, [])
     assert "4 below the floor were collected" in run("verify", "r", "--store", run.store).out
+
+
+def test_verify_beside_a_collector_and_a_publisher_finds_nothing(
+    run: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full that was collected meanwhile was missing, one of a version published meanwhile was not its."""
+    assert run("anchor", "--store", run.store, "--run", "r", "--base", run.base).code == 0
+    read = verify_module.read_record
+
+    async def published_since(*args: Any) -> Record:
+        return replace(await read(*args), number=9)
+
+    async def collected_then(*args: Any) -> Record:
+        record = await read(*args)
+        path = run.root / "store" / record.key
+        path.unlink()
+        shutil.rmtree(path.with_suffix(""))
+        return record
+
+    async def collected_before(*args: Any) -> Record:
+        raise NotFound("no such object")
+
+    assert run("verify", "r", "--store", run.store, "--json").json["checked"] > 7
+    for read_record, collected in ((published_since, 0), (collected_before, 0), (collected_then, 3)):
+        monkeypatch.setattr(verify_module, "read_record", read_record)
+        found = run("verify", "r", "--store", run.store, "--json").json
+        assert (found["checked"], found["problems"], found["collected"]) == (7, [], collected)
 
 
 def test_verify_goes_on_where_it_was_cut(run: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
