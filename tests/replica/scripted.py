@@ -51,7 +51,8 @@ class ScriptedEngine:
         if scope["type"] == "lifespan":
             await send({"type": "lifespan.startup.complete"})
             return
-        if scope["path"] == "/v1/loads":  # a gateway's, at any time; this engine does not tell
+        # A gateway asks at any time; this engine does not tell.
+        if scope["path"] == "/v1/loads" and scope.get("query_string") == b"include=core":
             await send({"type": "http.response.start", "status": 404, "headers": []})
             await send({"type": "http.response.body", "body": b"{}"})
             return
