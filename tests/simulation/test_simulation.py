@@ -71,7 +71,6 @@ def test_random_worlds_are_eventful() -> None:
         "is to roll",
         "merging",
         "is to point",
-        "moved to",
         "chaos: kills",
         "stands still",
         "the engine dies",
