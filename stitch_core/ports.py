@@ -379,7 +379,10 @@ class ReplicaAddress:
 class Pool(Protocol):
     """The replicas that may be there now. Membership is a hint: the gateway probes what it is told."""
 
-    async def replicas(self) -> Sequence[ReplicaAddress]: ...
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
+        """``doubted``: ids that do not answer where they were last; of those nothing is told from memory."""
+        ...
+
     async def close(self) -> None: ...
 
 

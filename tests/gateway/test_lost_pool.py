@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import aiohttp
 
@@ -15,7 +15,7 @@ class ForgetfulPool:
     def __init__(self, *replicas: ReplicaAddress) -> None:
         self.found = list(replicas)
 
-    async def replicas(self) -> Sequence[ReplicaAddress]:
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         return self.found
 
     async def close(self) -> None:

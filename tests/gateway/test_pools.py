@@ -109,6 +109,19 @@ async def test_a_record_is_read_again_only_once_it_should_have_been_renewed() ->
     assert store.reads == 201
 
 
+async def test_a_replica_that_was_killed_and_came_back_elsewhere_is_found_before_its_old_record_expires() -> (
+    None
+):
+    store, clock = Counting(), Clock()
+    for id_ in "ab":
+        await store.replace(f"replicas/{id_}.json", record(id=id_))
+    pool = StorePool(store, clock)
+    await pool.replicas()
+    await store.replace("replicas/a.json", record(id="a", address="http://moved:1"))
+    assert {r.id: r.url for r in await pool.replicas(["a"])}["a"] == "http://moved:1"
+    assert store.reads == 3
+
+
 async def test_a_clock_that_is_ahead_is_not_believed_for_ever() -> None:
     store, clock = Counting(), Clock()
     await store.replace("replicas/a.json", record(expires=1e12))

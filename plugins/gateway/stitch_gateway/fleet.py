@@ -72,7 +72,8 @@ class Fleet:
         try:
             while True:
                 try:
-                    addresses = {a.id: a for a in await self._pool.replicas()}
+                    lost = [id_ for id_, replica in self._replicas.items() if not replica.alive]
+                    addresses = {a.id: a for a in await self._pool.replicas(lost)}
                     self.pool_error = None
                     self._follow(addresses)
                 except Exception as error:  # a pool that fails must not take the gateway down

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from stitch_core.ports import Pool, ReplicaAddress, Unavailable
@@ -27,7 +27,7 @@ class ModalFlashPool:
         self._url: str | None = None
         self._last: list[ReplicaAddress] = []
 
-    async def replicas(self) -> Sequence[ReplicaAddress]:
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         """Raises Unavailable where nothing was ever learnt."""
         try:
             async with asyncio.timeout(CALL_SECONDS):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,7 +37,7 @@ class StaticPool:
             raise ValueError("no replicas were named")
         self._replicas = [ReplicaAddress(urlsplit(url).netloc, url.rstrip("/")) for url in urls]
 
-    async def replicas(self) -> Sequence[ReplicaAddress]:
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         return self._replicas
 
     async def close(self) -> None:
@@ -55,8 +55,9 @@ def _is_address(url: str) -> bool:
 class StorePool:
     """The replicas whose records are in the store. While it cannot be read, those that were there last.
 
-    Every look lists; a record is read when it is new, and again once it should have been renewed, so that
-    1,000 replicas cost a gateway some 70 reads a second and not 1,000.
+    Every look lists; a record is read when it is new, while its replica does not answer (it may have come
+    back elsewhere), and once it should have been renewed, so that 1,000 replicas cost a gateway some 70 reads
+    a second and not 1,000.
     """
 
     def __init__(self, store: Store, clock: Clock, *, long_gone: float = LONG_GONE) -> None:
@@ -67,11 +68,16 @@ class StorePool:
         self._read: dict[str, tuple[float, ReplicaAddress]] = {}
         self._last: list[ReplicaAddress] = []
 
-    async def replicas(self) -> Sequence[ReplicaAddress]:
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         try:
             keys = [e.key for e in await self._store.list(PREFIX) if e.key.endswith(".json")]
+            listed = frozenset(keys)
             now = self._clock.time()
-            kept = {key: self._read[key] for key in keys if key in self._read and now < self._read[key][0]}
+            kept = {
+                key: (until, address)
+                for key, (until, address) in self._read.items()
+                if key in listed and now < until and address.id not in doubted
+            }
             unread = [key for key in keys if key not in kept]
             found = await all_of([functools.partial(self._load, key) for key in unread], PARALLEL)
         except StoreError:
@@ -109,7 +115,7 @@ class DnsPool:
         self._resolve = resolve or _resolve
         self._last: list[ReplicaAddress] = []
 
-    async def replicas(self) -> Sequence[ReplicaAddress]:
+    async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 found = await self._resolve(self._host, self._port)

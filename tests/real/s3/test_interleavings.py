@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from stitch_core.chain import ChainBroken, ChainReader, NoHead
+from stitch_core.gathering import all_of
 from stitch_core.manifest import Manifest
 from stitch_core.ports import NotFound, Store, SystemClock, Unavailable
 from stitch_core.publisher import PublishError
@@ -99,13 +101,14 @@ async def interleave(world: World, stores: list[Store], proxies: list[FaultProxy
     watching.append(asyncio.ensure_future(world.collector(stores[4])))
     try:
         trainers = zip(stores, "ab", strict=False)
-        await asyncio.gather(*(world.trainer(store, name) for store, name in trainers))
+        await all_of([functools.partial(world.trainer, store, name) for store, name in trainers], 2)
         await asyncio.gather(*(proxy.landed() for proxy in proxies))
         world.over = True
         await asyncio.gather(*watching)
     finally:
         for task in watching:
             task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
 
 async def check(world: World, store: Store) -> None:
@@ -140,7 +143,7 @@ async def run_worlds(
             stores.append(server.store(prefix, proxies[-1].endpoint))
             stack.push_async_callback(stores[-1].close)
         worlds = [World(f"run-{rate}-{number}", scratch) for number in range(WORLDS)]
-        await asyncio.gather(*(interleave(world, stores, proxies) for world in worlds))
+        await all_of([functools.partial(interleave, world, stores, proxies) for world in worlds], WORLDS)
         store = server.store(prefix)
         stack.push_async_callback(store.close)
         await asyncio.gather(*(check(world, store) for world in worlds))
