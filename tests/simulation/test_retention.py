@@ -30,7 +30,7 @@ def test_retention() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1400, CHUNK))
+@pytest.mark.parametrize("first", range(1000, 1200, CHUNK))
 def test_retention_with_many_seeds(first: int) -> None:
     run(range(first, first + CHUNK))
 
