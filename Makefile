@@ -92,8 +92,9 @@ format: venv ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
-bench: venv ## every benchmark, in its quick form
-	@for file in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/[a-z]*.py)); do echo "# $$file"; $(PY) $$file --json --quick || exit 1; done
+bench: venv venv-sglang ## every benchmark of the core and of SGLang, in its quick form (publish.py needs a trainer: see its --help)
+	@for name in delta join store gateway fleet; do echo "# $$name"; $(PY) -m benchmarks.$$name --json --quick || exit 1; done
+	@echo "# activation"; PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) $(PY_SGLANG) -m benchmarks.activation --json --quick
 
 clean: ## remove caches and build products from the clone (virtual environments stay)
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
