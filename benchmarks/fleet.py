@@ -20,8 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import harness
-
+from benchmarks import harness
 from stitch_core.chain import ChainReader
 from stitch_core.manifest import Manifest, PayloadFile
 from stitch_core.planner import Planner
