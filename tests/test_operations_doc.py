@@ -43,7 +43,8 @@ def own_code(name: str) -> str:
     core = ROOT / "stitch_core" / "cli" / f"{name}.py"
     if core.exists():
         return core.read_text()
-    (path,) = [path for path in SOURCES if re.search(rf'"{name}", (run|formatter_class)', path.read_text())]
+    adds = rf'"{name}", run|add_group\(\s+commands, "{name}",'
+    (path,) = [path for path in SOURCES if re.search(adds, path.read_text())]
     return path.read_text()
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
-import secrets
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -39,6 +36,7 @@ from .common import (
     emit,
     exported,
     interval,
+    job_name,
     opened_store,
     positive,
     say,
@@ -113,9 +111,8 @@ class _Job:
         metrics: CompactorMetrics,
     ) -> None:
         self._options, self._store, self._threads, self._metrics = options, store, threads, metrics
-        name = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._anchors = Anchors(
-            store, name, every=options.every or 1, clock=SystemClock(), rng=random.Random(),
+            store, job_name(), every=options.every or 1, clock=SystemClock(), rng=random.Random(),
             run_blocking=threads,
         )  # fmt: skip
         self._chain = ChainReader(store)

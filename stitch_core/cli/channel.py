@@ -17,6 +17,7 @@ from .common import (
     Commands,
     UsageError,
     add_command,
+    add_group,
     add_store,
     check_name,
     count,
@@ -27,15 +28,13 @@ from .common import (
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "channel", formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="show and move channels, which say what fleets follow",
-        description="A channel names a run, whose newest version is then followed, or one exact version.\n"
+    actions = add_group(
+        commands, "channel", "show and move channels, which say what fleets follow",
+        "A channel names a run, whose newest version is then followed, or one exact version.\n"
         "Replicas follow 'latest' unless they are told another. A channel is moved by operators and\n"
         "launchers, never by publishing; replicas see it at their next look. A move to another run, or down\n"
         "to an older version, drains what is in flight.",
     )  # fmt: skip
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = add_command(
         actions, "list", run_list, "list the channels",
         "List the channels.\n\n  stitch channel list --store file:/data/stitch",

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -44,6 +46,14 @@ def add_command(
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
+
+
+def add_group(commands: Commands, name: str, help: str, description: str) -> Commands:
+    """A subcommand that has actions of its own; what to add them to."""
+    parser = commands.add_parser(
+        name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +152,11 @@ def interval(text: str) -> float:
     if seconds(text) == 0:
         raise ValueError(text)
     return float(text)
+
+
+def job_name() -> str:
+    """A name for this process in leases, told apart from every other's."""
+    return f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 @contextlib.asynccontextmanager

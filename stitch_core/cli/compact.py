@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import os
 import random
-import secrets
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +31,7 @@ from .common import (
     add_store,
     emit,
     interval,
+    job_name,
     opened_store,
     say,
     size_text,
@@ -123,10 +122,9 @@ class _Job:
         widths: dict[str, int] | None,
     ) -> None:
         self._options = options
-        name = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._compactor = Compactor(
-            store, options.run_id, work, name, files=PosixFiles(), clock=SystemClock(), rng=random.Random(),
-            run_blocking=threads, grace=options.grace, widths=widths, say=say,
+            store, options.run_id, work, job_name(), files=PosixFiles(), clock=SystemClock(),
+            rng=random.Random(), run_blocking=threads, grace=options.grace, widths=widths, say=say,
         )  # fmt: skip
 
     async def once(self) -> int:

@@ -10,6 +10,7 @@ from ..versions import check_run_id
 from .common import (
     Commands,
     add_command,
+    add_group,
     add_store,
     age_text,
     check_name,
@@ -21,13 +22,11 @@ from .common import (
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "pin", formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="keep versions from being collected",
-        description="A pin keeps one version of a run, with all that it takes to rebuild it, for as long as\n"
+    actions = add_group(
+        commands, "pin", "keep versions from being collected",
+        "A pin keeps one version of a run, with all that it takes to rebuild it, for as long as\n"
         "the pin is there. Versions that a channel names are kept without one.",
     )  # fmt: skip
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     add = add_command(
         actions, "add", run_add, "pin a version",
         "Pin version NUMBER of RUN under NAME. It must be on the run's chain, and its bytes still there.\n"

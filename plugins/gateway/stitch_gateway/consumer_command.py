@@ -10,6 +10,7 @@ from dataclasses import asdict
 from stitch_core.cli.common import (
     Commands,
     add_command,
+    add_group,
     add_store,
     check_name,
     count,
@@ -23,14 +24,12 @@ from .consumer_rules import Rule, change, load
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "consumer", formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="say what a consumer's requests demand that name no version",
-        description="Requests say who asks in X-Stitch-Consumer. Those that name no version get what is set\n"
+    actions = add_group(
+        commands, "consumer", "say what a consumer's requests demand that name no version",
+        "Requests say who asks in X-Stitch-Consumer. Those that name no version get what is set\n"
         "here for their consumer: one exact version, or a number of versions that the answer may be behind\n"
         "the head. It is kept in the store, and every gateway with that --store follows it.",
     )  # fmt: skip
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     setting = add_command(
         actions, "set", run_set, "set what a consumer demands",
         "Set what the consumer NAME demands. Gateways see it at their next look (0.5 s).\n\n"
