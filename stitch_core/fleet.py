@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .digits import decimal, whole
 from .ports import Clock, Store, StoreError
 from .versions import directory_name
 
@@ -38,7 +39,7 @@ class Fleet:
 
 def read_wanted(text: str) -> int | float:
     """``3`` is three replicas, ``0.5`` half of those that live, ``1.0`` all of them. Raises ValueError."""
-    value: int | float = float(text) if "." in text else int(text)
+    value: int | float = decimal(text) if "." in text else whole(text)
     problem = wanted_problem(value)
     if problem:
         raise ValueError(problem)

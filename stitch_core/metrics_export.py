@@ -15,6 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from .digits import whole
 from .metrics import CONTENT_TYPE, Registry
 
 VARIABLE = "STITCH_METRICS"
@@ -80,9 +81,10 @@ def from_environment(registry: Registry) -> Exporter:
 def _address(target: str) -> tuple[str, int]:
     host, colon, port = target.rpartition(":")
     host = host.strip("[]") if colon else "127.0.0.1"
-    if not port.isdecimal() or int(port) > 65535 or not host:
-        raise BadTarget(f"{target!r} is not a port, HOST:PORT, or the path of a .prom file")
-    return host, int(port)
+    with contextlib.suppress(ValueError):
+        if host:
+            return host, whole(port, most=65535)
+    raise BadTarget(f"{target!r} is not a port, HOST:PORT, or the path of a .prom file")
 
 
 def _listen(address: tuple[str, int], registry: Registry) -> ThreadingHTTPServer:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import logs
+from ..digits import decimal, whole
 from ..metrics import Registry
 from ..metrics_export import VARIABLE, BadTarget, Exporter
 from ..replica.auth import FILE_VARIABLE, TEXT_VARIABLE, Tokens, exposed
@@ -117,41 +118,29 @@ def absolute_path(text: str) -> Path:
 
 def positive(text: str) -> int:
     """A whole number from 1 on, as an option."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    return whole(text, least=1)
 
 
 def count(text: str) -> int:
     """A whole number from 0 on, no larger than a manifest holds, as an option."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise ValueError(text)
-    return value
+    return whole(text)
 
 
 def port(text: str) -> int:
     """A TCP port, or 0 for any that is free, as an option."""
-    value = int(text)
-    if not 0 <= value < 2**16:
-        raise ValueError(text)
-    return value
+    return whole(text, most=2**16 - 1)
 
 
 def seconds(text: str) -> float:
     """A time, as an option."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
+    return decimal(text)
 
 
 def interval(text: str) -> float:
     """A time above 0, as an option."""
-    if seconds(text) == 0:
+    if decimal(text) == 0:
         raise ValueError(text)
-    return float(text)
+    return decimal(text)
 
 
 def job_name() -> str:

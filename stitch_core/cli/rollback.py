@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 from typing import Any
 
+from ..digits import whole
 from ..files import PosixFiles
 from ..ports import SystemClock
 from ..rollback import Rollback, RolledBack
@@ -74,8 +76,8 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def _number(text: str, run_id: str) -> int:
-    if text.isdecimal() and text.isascii() and len(text) <= 18:
-        return int(text)
+    with contextlib.suppress(ValueError):
+        return whole(text)
     try:
         version = PolicyVersion.parse(text)
     except VersionError as error:

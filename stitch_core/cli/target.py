@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from dataclasses import dataclass
 
 from ..chain import ChainReader
+from ..digits import whole
 from ..manifest import Manifest
 from ..ports import NotFound
 from ..versions import PolicyVersion, check_run_id
 from .common import UsageError, check_name
 
 HELP = "RUN (its newest version), RUN/7, RUN/weight_v000007, or channel:NAME"
-_NUMBER = re.compile(r"[0-9]{1,18}\Z")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Target:
         check_run_id(run)
         if not slash:
             return cls(run)
-        if _NUMBER.match(number):
-            return cls(run, int(number))
+        with contextlib.suppress(ValueError):
+            return cls(run, whole(number))
         version = PolicyVersion.parse(text)
         return cls(version.run, version.number)
 

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..digits import decimal, whole
 from ..fleet import read_wanted
 from .settings import FIELDS, PREFIX, TrainerSettings
 
-READERS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": read_wanted}
+READERS: Mapping[str, Callable[[str], Any]] = {"int": whole, "float": decimal, "int | float": read_wanted}
 
 HELP = {
     "run": "the run's id",
