@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .. import logs
 from ..digits import decimal, whole
@@ -148,9 +149,19 @@ def job_name() -> str:
     return f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+def check_lasting(url: str) -> None:
+    """UsageError for a store that ends with this process: whatever is written, nobody would find it."""
+    if urlsplit(url).scheme == "memory":
+        raise UsageError(
+            f"{url} is a store in the memory of one process, and ends with this command: name one that "
+            "lasts, such as file:/data/stitch"
+        )
+
+
 @contextlib.asynccontextmanager
 async def opened_store(url: str) -> AsyncIterator[BoundedStore]:
-    """The store at ``url``, every call bounded in time."""
+    """The store at ``url``, every call bounded in time. Raises UsageError, BadUrl."""
+    check_lasting(url)
     store = BoundedStore(open_store(url), STORE_SECONDS)
     try:
         yield store

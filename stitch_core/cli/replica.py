@@ -43,6 +43,7 @@ from .common import (
     add_command,
     add_store,
     add_tokens,
+    check_lasting,
     check_name,
     emit,
     interval,
@@ -141,6 +142,7 @@ async def run(options: argparse.Namespace) -> int:
     follow = _follow(options)
     _check_address(options.address)
     _check_host_dir(options.host_dir)
+    check_lasting(options.store)
     options.tokens = tokens_of(options)
     stop = stop_on_signals()
     temporary = None

@@ -69,7 +69,7 @@ def check(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Memor
     def run(kind: type[MemoryStore], left: int = 0) -> Said:
         objects = MemoryObjects()
         monkeypatch.setattr(common, "open_store", lambda url: kind(objects))
-        said = shell("doctor", "--store", "memory://x", "--json")
+        said = shell("doctor", "--store", "other://x", "--json")
         assert len(objects.objects) == left
         return said
 
@@ -181,7 +181,7 @@ def test_permissions(check: Callable[..., Said]) -> None:
 
 def test_what_is_to_be_done_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "open_store", lambda url: Refuses())
-    said = shell("doctor", "--store", "memory://x")
+    said = shell("doctor", "--store", "other://x")
     assert "FAIL" in said.out
     assert "write: allow this user to write there" in said.out
 
@@ -241,6 +241,6 @@ def test_unreachable(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Unavailable("no route to host")
 
     monkeypatch.setattr(common, "open_store", lambda url: Away())
-    said = shell("doctor", "--store", "memory://x", "--json")
+    said = shell("doctor", "--store", "other://x", "--json")
     assert said.code == 1
     assert list(results(said)) == ["list", "scratch", "/dev/shm"]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -142,7 +143,7 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_a_plugin_that_is_not_there_is_a_command_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And takes no other command along."""
     broken = [
@@ -159,7 +160,7 @@ def test_a_plugin_that_is_not_there_is_a_command_that_says_so(
     assert said == "stitch gateway: gateway needs module_that_nobody_has: install 'stitch-rl[gateway]'\n"
     assert main(["prove"]) == 2
     assert "cannot be loaded" in capsys.readouterr().err
-    assert main(["status", "--store", "memory://nobody", "--json"]) == 0
+    assert main(["status", "--store", f"file:{tmp_path}", "--json"]) == 0
 
 
 def test_nothing_imports_torch_or_a_server_to_parse() -> None:

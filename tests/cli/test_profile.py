@@ -217,7 +217,7 @@ def test_in_words(world: World, capsys: pytest.CaptureFixture[str]) -> None:
         (("--store", "memory:", "--run", "r", "--as-delta"), "are for --publish"),
         (("--source-dir", "/s", "--local-dir", "/l", "--number", 1), "needs --reference-model"),
         (("--store", "memory:", "--run", "r", "--auth-env", "NO_SUCH_THING"), "there is no such variable"),
-        (("--store", "memory:", "--run", "r", "--no-reference"), "127.0.0.1:9"),
+        (("--store", "file:/no/such/store", "--run", "r", "--no-reference"), "127.0.0.1:9"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
