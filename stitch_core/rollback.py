@@ -123,7 +123,7 @@ class Rollback:
         given_up = (number + 1, newest.number)
         known = await self._look_at(newest)
         payload, proof = await self._prepare(newest, goal, known)
-        self.say(f"claiming run {run}: its trainer is fenced")
+        self.say(f"claiming run {run}, which fences its trainer")
         claimed = await self.publisher.take_back(number)
         if claimed.digest() != newest.digest():
             self.say(f"the head has moved to {claimed.number} meanwhile")

@@ -22,6 +22,7 @@ from ..stores.identity import read_identity
 from ..stores.local import PRIVATE
 from ..stores.probe import probe
 from .common import Commands, absolute_path, add_command, add_store, emit, opened_store, size_text, table
+from .mounts import is_read_only, mount_kind
 
 RACERS, ROUNDS = 8, 3
 MAX_SKEW = 5.0
@@ -96,8 +97,14 @@ async def run(options: argparse.Namespace) -> int:
             "list", lambda: _list(real, options.read_only),
             "check the URL and that the store is mounted, and allow listing (s3:ListBucket)",
         ):  # fmt: skip
+            root = directory_of(options.store)
             if options.read_only:
                 report.add("writes", "skipped", "not tried: --read-only")
+            elif root is not None and await asyncio.to_thread(is_read_only, root):
+                report.add(
+                    "write", "fail", f"{root} is mounted read-only here",
+                    "mount it read-write on hosts that write; a replica's is checked with --read-only",
+                )  # fmt: skip
             else:
                 async with opened_store(url) as store, opened_store(url) as second:
                     await StoreChecks(store, second, report).run()
@@ -391,24 +398,6 @@ def _sync_seconds(directory: Path) -> float:
         return sorted(times)[2]
     finally:
         files.remove(path)
-
-
-def mount_kind(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of filesystem that holds a path, such as ext4 or fuse.s3fs; "unknown" where nothing says."""
-    best, kind = -1, "unknown"
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return kind
-    resolved = path.resolve()
-    for line in lines:
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = Path(fields[1].encode().decode("unicode_escape"))
-        if resolved.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), fields[2]
-    return kind
 
 
 def _ms(began: float) -> str:

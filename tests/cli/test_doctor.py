@@ -229,6 +229,23 @@ def test_mount_kinds(tmp_path: Path) -> None:
     assert doctor.mount_kind(Path("/other"), tmp_path / "none") == "unknown"
 
 
+def test_mount_points_that_are_not_ascii_were_never_found(tmp_path: Path) -> None:
+    """They were taken apart as Latin-1, so that the store on them was said to be on what is mounted above."""
+    mounts = tmp_path / "mounts"
+    odd = os.fsencode("/mnt/") + b"\xff\xfe"
+    mounts.write_bytes(
+        "/dev/a / ext4 rw 0 0\nhost:/x /mnt/donn\u00e9es\\040\u6a21\u578b nfs4 rw 0 0\n".encode()
+        + b"b /mnt/back\\134040slash\\011tab xfs rw 0 0\nc " + odd + b" zfs rw 0 0\n"
+        + b"d /mnt/n\\012ew btrfs rw 0 0\ne /mnt/u\\x41 fuse.x rw 0 0\n"
+    )  # fmt: skip
+    for path, kind in (
+        ("/mnt/donn\u00e9es \u6a21\u578b/store", "nfs4"), ("/mnt/back\\040slash\ttab/s", "xfs"),
+        (os.fsdecode(odd) + "/s", "zfs"), ("/mnt/n\new/s", "btrfs"), ("/mnt/u\\x41/s", "fuse.x"),
+        ("/mnt/uA/s", "ext4"),
+    ):  # fmt: skip
+        assert doctor.mount_kind(Path(path), mounts) == kind, path
+
+
 def test_a_network_mount_is_warned_of(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "mount_kind", lambda path: "fuse.sshfs")
     said = shell("doctor", "--store", shell.store, "--json")
