@@ -16,6 +16,7 @@ PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/slime
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/miles
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/s3
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/modal
+PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/recipes
 export PYTHONPATH
 
 # Evaluated at first use, so that `make help` starts no Python.

@@ -24,13 +24,14 @@ OURS: dict[str, dict[str, str]] = {
         "consumer": "stitch_gateway.consumer_command:add_parser",
         "gateway": "stitch_gateway.command:add_parser",
         "prove": "stitch_embedded.prove_command:add_parser",
+        "recipe": "stitch_recipes.command:add_parser",
     },
 }
 
 # The extra that brings a name, where it is not the name itself.
 EXTRAS = {
     "consumer": "gateway", "dns": "gateway", "static": "gateway", "store": "gateway", "prove": "embedded",
-    "modal_flash": "modal",
+    "modal_flash": "modal", "recipe": "recipes",
 }  # fmt: skip
 ELSEWHERE: dict[str, tuple[str, ...]] = {}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}

@@ -1,0 +1,89 @@
+"""The recipes that there are, composed from ``recipes/models/*.toml``.
+
+A file describes one model: ``[model]``, ``[checkpoints.<name>]``, and ``[recipes.<name>]`` for each recipe.
+What several recipes say alike is a block, ``[blocks.<name>]`` of ``recipes/blocks.toml`` or the file itself.
+A recipe names its blocks in ``uses``; they are merged in that order, then the recipe's own tables: tables key
+by key, all else replaced.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .errors import RecipeError, describe
+from .schema import Recipe
+
+SHARED = "blocks.toml"
+
+
+def home() -> Path:
+    """The directory ``recipes``: the package's own copy where it is installed, the clone's otherwise."""
+    packaged = Path(str(resources.files(__package__))) / "recipes"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def names() -> list[str]:
+    """Every recipe, as <file>/<table>."""
+    return [name for file in sorted((home() / "models").glob("*.toml")) for name in _names(file)]
+
+
+def load(name: str) -> Recipe:
+    """The recipe of that name, or ``PATH.toml/<table>``: a file of one's own. Raises RecipeError."""
+    file, _, table = name.rpartition("/")
+    if not file:
+        raise RecipeError(f"{name!r} is not <model>/<recipe>; there are: {', '.join(names())}")
+    path = Path(file) if file.endswith(".toml") else home() / "models" / f"{file}.toml"
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe {name}; there are: {', '.join(names())}")
+    document = _read(path)
+    recipes = document.get("recipes", {})
+    if table not in recipes:
+        raise RecipeError(f"{path} has no recipe {table!r}; it has: {', '.join(recipes)}")
+    composed = compose(document, _read(home() / SHARED), table, str(path))
+    try:
+        return Recipe.model_validate({**composed, "name": f"{path.stem}/{table}"})
+    except ValidationError as error:
+        raise RecipeError(describe(f"{path} [recipes.{table}]", error)) from error
+
+
+def compose(document: Mapping[str, Any], shared: Mapping[str, Any], table: str, where: str) -> dict[str, Any]:
+    """The recipe ``table`` of a file's document as one tree, blocks merged. Raises RecipeError."""
+    unknown_keys = set(document) - {"model", "checkpoints", "blocks", "recipes"}
+    if unknown_keys:
+        raise RecipeError(f"{where}: {', '.join(sorted(unknown_keys))}: no such table in a model's file")
+    blocks = {**shared.get("blocks", {}), **document.get("blocks", {})}
+    own = dict(document["recipes"][table])
+    tree: dict[str, Any] = {key: document[key] for key in ("model", "checkpoints") if key in document}
+    for block in own.pop("uses", []):
+        if block not in blocks:
+            raise RecipeError(f"{where} [recipes.{table}] uses {block!r}: no such block")
+        tree = merged(tree, blocks[block])
+    return merged(tree, own)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` over ``below``: tables key by key, all else replaced."""
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def _names(file: Path) -> Iterator[str]:
+    return (f"{file.stem}/{table}" for table in _read(file).get("recipes", {}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path}: {error}") from error

@@ -1,0 +1,103 @@
+"""The numbers of a model's config.json from which the names and shapes of its tensors follow.
+
+Fields have the names of config.json where the field is one of its keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+
+Quantization = Literal[
+    "bf16", "fp8-channel", "fp8-block128", "nvfp4-modelopt", "mxfp4-packed", "int4-packed"
+]  # fmt: skip
+
+
+class Numbers(BaseModel):
+    """Refuses fields that it does not know and values of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Grouped(Numbers):
+    """Grouped-query attention."""
+
+    kind: Literal["gqa"]
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+
+class Indexer(Numbers):
+    """The sparse index of DSA: layer i holds it where max(i - offset + 1, 0) % freq == 0."""
+
+    index_n_heads: Positive
+    index_head_dim: Positive
+    index_topk_freq: Positive
+    index_skip_topk_offset: int
+
+
+class Latent(Numbers):
+    """Multi-head latent attention, with an index where it is sparse."""
+
+    kind: Literal["mla"]
+    num_attention_heads: Positive
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
+    qk_rope_head_dim: Positive
+    v_head_dim: Positive
+    indexer: Indexer | None = None
+
+
+class Hybrid(Numbers):
+    """Kimi's linear attention (KDA) with latent attention in ``full_layers``."""
+
+    kind: Literal["kda"]
+    latent: Latent
+    full_layers: list[int] = Field(description="from 0")
+    head_dim: Positive
+    short_conv_kernel_size: Positive
+
+
+class Experts(Numbers):
+    """A mixture of experts in every layer from ``first_k_dense_replace`` on."""
+
+    n_routed_experts: Positive
+    n_shared_experts: Annotated[int, Field(ge=0)]
+    num_experts_per_tok: Positive
+    moe_intermediate_size: Positive
+    routed_expert_hidden_size: Positive | None = None
+    correction_bias: bool = True
+
+
+class Prediction(Numbers):
+    """Layers for multi-token prediction, stored after the others."""
+
+    num_nextn_predict_layers: Positive
+    own_embeddings: bool
+
+
+class Geometry(Numbers):
+    """One model."""
+
+    architecture: str = Field(description="the class that loads it")
+    model_type: str
+    prefix: str = "model."
+    head: str = "lm_head."
+    hidden_size: Positive
+    num_hidden_layers: Positive
+    first_k_dense_replace: Annotated[int, Field(ge=0)]
+    intermediate_size: Positive
+    vocab_size: Positive
+    tie_word_embeddings: bool = False
+    attention: Annotated[Grouped | Latent | Hybrid, Field(discriminator="kind")]
+    experts: Experts | None = None
+    prediction: Prediction | None = None
+    vision: Literal["kimi-k2.5", "kimi-k3"] | None = None
+    config: dict[str, Any] = Field({}, description="what else config.json says")
