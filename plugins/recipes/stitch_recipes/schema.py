@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from .layout.geometry import Geometry, Quantization
+from .layout.geometry import Geometry, Positive, Quantization
 
 FlagValue = bool | int | float | str
 """Of a flag: true is the bare flag, false leaves it out (and undoes a block's)."""
@@ -58,9 +58,10 @@ class Checkpoint(Part):
     not_quantized: list[str] = Field(
         [], description="regular expressions of modules that stay in BF16, beside those of the quantization"
     )
+    group_size: Positive | None = Field(None, description="of int4-packed: inputs that share a scale")
     immutable: list[str] = Field([], description="prefixes of tensors that training never changes")
     bytes_checked: bool = Field(
-        False, description="canonical_gb and tensors are what the layout gives, to the byte and tensor"
+        False, description="the layout gives canonical_gb to its last digit, and tensors where it is known"
     )
 
 

@@ -41,6 +41,10 @@ class Indexer(Numbers):
     index_topk_freq: Positive
     index_skip_topk_offset: int
 
+    def in_layer(self, layer: int) -> bool:
+        """Whether the layer computes its own index; the others use the one of a layer below."""
+        return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
+
 
 class Latent(Numbers):
     """Multi-head latent attention, with an index where it is sparse."""
@@ -52,6 +56,7 @@ class Latent(Numbers):
     qk_nope_head_dim: Positive
     qk_rope_head_dim: Positive
     v_head_dim: Positive
+    mla_use_output_gate: bool = False
     indexer: Indexer | None = None
 
 
@@ -61,6 +66,7 @@ class Hybrid(Numbers):
     kind: Literal["kda"]
     latent: Latent
     full_layers: list[int] = Field(description="from 0")
+    num_heads: Positive
     head_dim: Positive
     short_conv_kernel_size: Positive
 
@@ -74,13 +80,30 @@ class Experts(Numbers):
     moe_intermediate_size: Positive
     routed_expert_hidden_size: Positive | None = None
     correction_bias: bool = True
+    names: Literal["mlp", "block_sparse_moe"] = Field(
+        "mlp", description="of the module; in block_sparse_moe an expert's gate, up, down are w1, w3, w2"
+    )
 
 
 class Prediction(Numbers):
     """Layers for multi-token prediction, stored after the others."""
 
     num_nextn_predict_layers: Positive
-    own_embeddings: bool
+    own_embeddings: bool = Field(description="they store embed_tokens and shared_head.head again")
+
+
+class Vision(Numbers):
+    """A MoonViT tower and its projector; training of text leaves them as they are."""
+
+    vt_hidden_size: Positive
+    vt_num_hidden_layers: Positive
+    vt_qkv_size: Positive = Field(description="of each of q, k and v")
+    vt_intermediate_size: Positive
+    patch_size: Positive = 14
+    init_pos_emb: Positive = Field(64, description="height and width of the table of positions")
+    merge: Positive = Field(4, description="patches that the projector takes together")
+    bias: bool
+    projector_norm: Literal["pre_norm", "post_norm"]
 
 
 class Geometry(Numbers):
@@ -88,16 +111,19 @@ class Geometry(Numbers):
 
     architecture: str = Field(description="the class that loads it")
     model_type: str
+    text_architecture: str | None = Field(None, description="of text_config, where config.json has one")
+    text_model_type: str | None = None
     prefix: str = "model."
     head: str = "lm_head."
     hidden_size: Positive
     num_hidden_layers: Positive
-    first_k_dense_replace: Annotated[int, Field(ge=0)]
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 0
     intermediate_size: Positive
     vocab_size: Positive
     tie_word_embeddings: bool = False
     attention: Annotated[Grouped | Latent | Hybrid, Field(discriminator="kind")]
+    attn_res_block_size: Positive | None = Field(None, description="residual streams between blocks")
     experts: Experts | None = None
     prediction: Prediction | None = None
-    vision: Literal["kimi-k2.5", "kimi-k3"] | None = None
-    config: dict[str, Any] = Field({}, description="what else config.json says")
+    vision: Vision | None = None
+    config: dict[str, Any] = Field({}, description="what else config.json says; of text_config if it has one")
