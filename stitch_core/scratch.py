@@ -1,18 +1,32 @@
-"""Scratch directories: in RAM where there is room, and one for each process."""
+"""Scratch directories: in RAM where there is room, one for each process, and gone when their process is.
+
+A process that is killed cannot take its directory away, so the next one does. Whose a directory is says its
+file ``.stitch-owner``: locked for as long as the process lives, it holds the process' number and start. It
+gets this name only after it was locked, so there is no moment in which a new directory looks left.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
 import shutil
+import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .ports import Files
 
 TMPFS = Path("/dev/shm")
-OWN = "process-"
+PROC = Path("/proc")
+OWN, TEMPORARY = "process-", "stitch-"
+OWNER = ".stitch-owner"
 ROOM_FOR_JOURNAL = 192 << 20
+MOST_SWEPT, SWEEP_SECONDS = 32, 10.0
+"""Of what dead processes left, so much is removed at a start; the next one goes on."""
 
 
 def scratch_parent(checkpoint: Path) -> Path | None:
@@ -35,14 +49,103 @@ def own_directory(parent: Path, files: Files) -> Iterator[Path]:
     files. What dead ones have left there is removed.
     """
     files.make_dirs(parent)
-    for name in files.list(parent):
-        if name.startswith(OWN):
-            with contextlib.suppress(TimeoutError, OSError), files.lock(parent / name / "lock", 0.0):
-                files.remove_tree(parent / name)
+    _sweep(parent, OWN, files)
     path = parent / (OWN + secrets.token_hex(8))
     files.make_dirs(path)
-    with files.lock(path / "lock", 0.0):
+    with _owned(path, files):
+        yield path
+
+
+@contextlib.contextmanager
+def temporary_directory(files: Files, checkpoint: Path | None = None) -> Iterator[Path]:
+    """A new directory that only this user may look into, removed in the end.
+
+    With ``checkpoint`` it is in RAM if what is built from that fits there, else where the system's are. What
+    dead processes have left in either is removed first, since it may be what takes the room.
+    """
+    system = Path(tempfile.gettempdir())
+    for parent in {system, TMPFS}:
+        _sweep(parent, TEMPORARY, files)
+    chosen = None if checkpoint is None else scratch_parent(checkpoint)
+    path = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=chosen or system))
+    with _owned(path, files):
+        yield path
+
+
+@contextlib.contextmanager
+def _owned(path: Path, files: Files) -> Iterator[None]:
+    """Hold the directory ``path``, which is new, and remove it in the end."""
+    with contextlib.ExitStack() as held:
+        held.callback(_remove, path, files)
+        new = path / f"{OWNER}.new"
+        files.write_new(new, json.dumps({"pid": os.getpid(), "started": started(os.getpid())}).encode())
         try:
-            yield path
-        finally:
-            files.remove_tree(path)
+            held.enter_context(files.lock(new, 0.0))
+        except TimeoutError:
+            raise
+        except OSError:  # no locks here: nobody can tell when this process is gone
+            files.remove(new)
+        else:
+            files.rename(new, path / OWNER)
+        yield
+
+
+def _sweep(parent: Path, prefix: str, files: Files) -> None:
+    """Remove what processes that are gone have left below ``parent``. Never raises OSError."""
+    try:
+        names = [name for name in files.list(parent) if name.startswith(prefix)]
+    except OSError:
+        return
+    deadline, removed = time.monotonic() + SWEEP_SECONDS, 0
+    for path in (parent / name for name in names):
+        if removed == MOST_SWEPT or time.monotonic() > deadline:
+            return
+        # What cannot be looked at or removed is another user's, or another process is removing it.
+        with contextlib.suppress(OSError):
+            if _may_be_left(path, files):
+                with files.lock(path / OWNER, 0.0):
+                    if not _runs(files.read(path / OWNER)):
+                        _remove(path, files)
+                        removed += 1
+
+
+def _may_be_left(path: Path, files: Files) -> bool:
+    """Whether it is a directory of this user's (no link to one) that was once some process' own."""
+    status = os.lstat(path)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and files.exists(path / OWNER)
+
+
+def _remove(path: Path, files: Files) -> None:
+    """The owner's file last: whatever is left when this process dies is still known as left."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in files.list(path):
+            if not name.startswith(OWNER):
+                try:
+                    files.remove(path / name)
+                except IsADirectoryError:
+                    files.remove_tree(path / name)
+    files.remove_tree(path)
+
+
+def _runs(owner: bytes) -> bool:
+    """Whether a process that wrote this runs here: where a mount's locks hold nothing, this is what tells."""
+    try:
+        value = json.loads(owner)
+        pid, began = int(value["pid"]), value["started"]
+    except (ValueError, TypeError, KeyError):
+        return False
+    return began is not None and started(pid) == began
+
+
+def started(pid: int) -> str | None:
+    """When process ``pid`` began, as no other of its number did; None if it is gone, or nothing tells.
+
+    From proc(5): the boot's id, and the ticks since then.
+    """
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..metered import CompactorMetrics
 from ..ports import Store, StoreError, SystemClock
 from ..replica.staging import Stager
 from ..retry import Retry
-from ..scratch import own_directory, scratch_parent
+from ..scratch import own_directory, temporary_directory
 from ..threads import Threads
 from .common import (
     Commands,
@@ -201,8 +200,7 @@ async def _job(options: argparse.Namespace, store: Store, metrics: CompactorMetr
         if options.work is not None:
             work = stack.enter_context(own_directory(options.work, PosixFiles()))
         else:
-            parent = None if options.base is None else scratch_parent(options.base)
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stitch-", dir=parent)))
+            work = stack.enter_context(temporary_directory(PosixFiles(), options.base))
         job = _Job(options, store, work, threads, metrics)
         try:
             yield job

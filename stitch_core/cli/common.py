@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +19,11 @@ from urllib.parse import urlsplit
 
 from .. import logs
 from ..digits import decimal, whole
+from ..files import PosixFiles
 from ..metrics import Registry
 from ..metrics_export import VARIABLE, BadTarget, Exporter
 from ..replica.auth import FILE_VARIABLE, TEXT_VARIABLE, Tokens, exposed
+from ..scratch import temporary_directory
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..versions import VersionError, check_run_id
@@ -171,13 +172,13 @@ async def opened_store(url: str) -> AsyncIterator[BoundedStore]:
 
 @contextlib.contextmanager
 def scratch(directory: Path | None) -> Iterator[Path]:
-    """``directory``, or a temporary one that is removed in the end."""
+    """``directory``, or a temporary one that is removed in the end, by the next command if not by this."""
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         yield directory.resolve()
         return
-    with tempfile.TemporaryDirectory(prefix="stitch-") as name:
-        yield Path(name)
+    with temporary_directory(PosixFiles()) as path:
+        yield path
 
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..delta.sparse_file import width_of
 from ..files import PosixFiles
 from ..ports import Store, StoreError, SystemClock
 from ..retry import Retry
-from ..scratch import own_directory
+from ..scratch import own_directory, temporary_directory
 from ..threads import Threads
 from ..versions import check_run_id
 from .common import (
@@ -84,7 +83,7 @@ async def run(options: argparse.Namespace) -> int:
         if options.work is not None:
             work = stack.enter_context(own_directory(options.work, files))
         else:
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stitch-compact-")))
+            work = stack.enter_context(temporary_directory(files))
         async with opened_store(options.store) as store:
             job = _Job(options, store, work, threads, widths)
             if options.follow or options.until_eof:

@@ -7,9 +7,7 @@ import asyncio
 import contextlib
 import random
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
 from ..replica.service import Announcer, live
-from ..scratch import scratch_parent
+from ..scratch import temporary_directory
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from ..threads import Threads
 from ..versions import check_run_id
@@ -145,7 +143,7 @@ async def run(options: argparse.Namespace) -> int:
     check_lasting(options.store)
     options.tokens = tokens_of(options)
     stop = stop_on_signals()
-    temporary = None
+    temporary = contextlib.ExitStack()
     listener = listen(options.host, options.port)
     # One thread, so that the host checkpoint is let go of after the last call that changes it.
     blocking = Threads(1, "stitch-replica")
@@ -157,7 +155,7 @@ async def run(options: argparse.Namespace) -> int:
         )
         root = options.host_dir
         if root is None:
-            root = temporary = Path(tempfile.mkdtemp(prefix="stitch-", dir=scratch_parent(options.base)))
+            root = temporary.enter_context(temporary_directory(PosixFiles(), options.base)) / "host"
             say(f"the host checkpoint is in {root} and ends with this process; keep one with --host-dir")
         host = HostCheckpoint(root, PosixFiles())
         try:
@@ -171,8 +169,8 @@ async def run(options: argparse.Namespace) -> int:
         fetching.close()
         blocking.close()
         listener.close()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            temporary.close()
     return 0
 
 
