@@ -64,6 +64,17 @@ def gateway(recipe: Recipe, site: Site, pool: str | None = None) -> Process:
     return Process(tuple(argv))
 
 
+def directory(recipe: Recipe, site: Site, checkpoint: str) -> str:
+    """Where a checkpoint of the recipe lies on every host."""
+    return f"{site.models}/{recipe.name.partition('/')[0]}-{checkpoint}"
+
+
+def claim(recipe: Recipe, site: Site) -> Process:
+    """What creates the run, so that replicas have something to follow; not again, since it fences."""
+    base = directory(recipe, site, recipe.serve)
+    return Process(("stitch", "claim", "--store", site.store, "--run", site.run, "--base", base))
+
+
 def compactor(site: Site) -> Process:
     """What keeps joins short, on any host."""
     return Process(("stitch", "compact", "--store", site.store, "--run", site.run, "--follow"))
