@@ -95,7 +95,7 @@ class Answer:
             return
         try:
             value = json.loads(b"".join(self._parts))
-        except ValueError:
+        except (ValueError, RecursionError):
             await self._refuse(unreported("the engine's answer is not JSON"))
             return
         refusal = None
@@ -136,7 +136,7 @@ class Answer:
             return event
         try:
             value = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return event
         return sse.with_data(event, self._stamper.event(value)) if isinstance(value, dict) else event
 

@@ -19,6 +19,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+# Seconds for which a client may take to send a body.
+BODY_SECONDS = 60.0
+
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -49,11 +52,20 @@ def clean_path(path: str) -> str:
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """The whole request body, decompressed; neither form may exceed ``limit`` bytes.
 
-    Raises Refused (413, 415, 400) and Disconnected.
+    Raises Refused (413, 415, 400; 408 where it does not come in time) and Disconnected.
     """
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
+    if length.isascii() and length.isdecimal() and int(length) > limit:
         raise Refused(_too_large(limit))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await _received(receive, limit)
+    except TimeoutError:
+        raise Refused(late_body(BODY_SECONDS)) from None
+    return decoded(body, headers.get("content-encoding", "identity"), limit)
+
+
+async def _received(receive: Receive, limit: int) -> bytes:
     parts, size, more = [], 0, True
     while more:
         message = await receive()
@@ -64,7 +76,12 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         if size > limit:
             raise Refused(_too_large(limit))
         more = message.get("more_body", False)
-    return decoded(b"".join(parts), headers.get("content-encoding", "identity"), limit)
+    return b"".join(parts)
+
+
+def late_body(seconds: float) -> Refusal:
+    """408: the client did not send its body in time."""
+    return Refusal(408, "RequestTimeout", f"the request body did not come within {seconds:g} s", "never")
 
 
 def decoded(body: bytes, encoding: str, limit: int) -> bytes:
@@ -147,5 +164,5 @@ async def call_for_json(app: App, scope: Scope) -> tuple[int, Any]:
     status, _, body = await call_app(app, scope)
     try:
         return status, json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return status, None

@@ -58,7 +58,19 @@ async def test_a_facade_over_a_store(tmp_path: Path) -> None:
     await store.replace(head_key("r"), head.encode())
     await store.close()
     command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--store", f"file:{tmp_path}"]
-    options = ["--run", "r", "--port", "0", "--facade", "--engine", "tp_size=4", "--engine", "dtype=bfloat16"]
+    options = [
+        "--run",
+        "r",
+        "--port",
+        "0",
+        "--leave",
+        "0",
+        "--facade",
+        "--engine",
+        "tp_size=4",
+        "--engine",
+        "dtype=bfloat16",
+    ]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = await asyncio.create_subprocess_exec(*command, *options, stdout=PIPE, env=paths)
     try:

@@ -364,7 +364,7 @@ async def test_information(fleet: Fleet) -> None:
     fleet.add(8)
     await fleet.start("http://127.0.0.1:1", until_ready=2)
     assert (await fleet.get("/health"))[0] == 200
-    assert await fleet.get("/ready") == (200, {"ready": True, "replicas": 2})
+    assert await fleet.get("/ready") == (200, {"ready": True, "replicas": 2, "leaving": False})
     status = (await fleet.get("/status"))[1]
     assert status["versions"] == {"r/weight_v000007": 1, "r/weight_v000008": 1}
     assert [r["alive"] for r in status["replicas"]] == [True, True, False]

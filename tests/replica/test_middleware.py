@@ -89,7 +89,10 @@ async def test_C12_request_of_another_run_is_never_served(replica: Replica) -> N
     assert replica.engine.path == ""
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff", b"null", b'{"a":' * 9000])
+TWICE = b'{"text": "x", "weight_version": {"min_version": 9}, "weight_version": null}'
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff", b"null", b'{"a":' * 9000, TWICE])
 async def test_unreadable_body_is_400(replica: Replica, body: bytes) -> None:
     call = await replica.client.post("/generate", body=body)
     assert (call.status, call.json()["error"]["type"]) == (400, "InvalidRequest")

@@ -52,9 +52,10 @@ class GatewaySettings:
 
     ``facade``: answer a stock trainer as one engine with its router, whose ``/server_info`` has the fields
     of ``engine``. ``lag``: versions by which an answer to the default consumer may be behind the head, which
-    is read every ``head_poll``; a facade that can read it allows none unless told. ``provenance``: the
-    directory of the log of what made which answer. ``tokens`` are those
-    of who may ask, ``replica_token`` is what replicas want. Raises VersionError.
+    is read every ``head_poll``; a facade that can read it allows none unless told. ``leave``: for how long a
+    gateway that is to end says so on ``/ready`` before it takes no more connections; ``drain``: how long
+    requests may go on after that. ``provenance``: the directory of the log of what made which answer.
+    ``tokens`` are those of who may ask, ``replica_token`` is what replicas want. Raises VersionError.
     """
 
     run: str | None = None
@@ -69,6 +70,7 @@ class GatewaySettings:
     probe_timeout: float = 2.0
     connect: float = 5.0
     control: float = 5.0
+    leave: float = 0.0
     drain: float = 60.0
     max_body: int = 64 << 20
     max_response: int = 256 << 20
@@ -110,6 +112,7 @@ class Gateway:
         self.dispatcher.on_held = self.reach.wake
         self.metrics = GatewayMetrics(self.dispatcher, self.consumers)
         self.guard = GatewayGuard(session, settings.tokens, settings.replica_token)
+        self.leaving = False
         self.facade = None
         if settings.facade:
             self.facade = Facade(
@@ -121,7 +124,14 @@ class Gateway:
         middlewares = [self.metrics.middleware, self.guard.middleware, envelope]
         app = web.Application(client_max_size=self._settings.max_body, middlewares=middlewares)
         app.router.add_route("*", "/{path:.*}", Router(self.routes()).__call__)
+        app.on_response_prepare.append(self._part)
         return app
+
+    async def _part(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Clients of a gateway that leaves find another one with their next request."""
+        if self.leaving:
+            response.headers["connection"] = "close"
+            response.force_close()
 
     def routes(self) -> list[web.RouteDef]:
         """What is served, by clean paths."""
@@ -194,8 +204,10 @@ class Gateway:
         return web.json_response({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        ready = sum(replica.ready for replica in self.fleet.replicas)
-        return web.json_response({"ready": ready > 0, "replicas": ready}, status=200 if ready else 503)
+        replicas = sum(replica.ready for replica in self.fleet.replicas)
+        ready = replicas > 0 and not self.leaving
+        status = {"ready": ready, "replicas": replicas, "leaving": self.leaving}
+        return web.json_response(status, status=200 if ready else 503)
 
     async def _status(self, request: web.Request) -> web.Response:
         replicas, head, rules = self.fleet.replicas, self.consumers.head, self.consumers.view
@@ -316,7 +328,8 @@ async def run_gateway(
     rng: random.Random | None = None,
     **options: Any,
 ) -> None:
-    """Serve until ``stop`` is set or this is cancelled, then let requests end. Signals are the caller's.
+    """Serve until ``stop`` is set or this is cancelled, leave rotation, let requests end. Signals are the
+    caller's.
 
     ``options`` are the fields of GatewaySettings. Port 0 takes a free one; ``on_ready`` is called with the
     port once connections are accepted. Raises PortInUse and VersionError.
@@ -332,6 +345,8 @@ async def run_gateway(
                 if on_ready is not None:
                     on_ready(listener.getsockname()[1])
                 await (stop or asyncio.Event()).wait()
+                gateway.leaving = True
+                await asyncio.sleep(settings.leave)
             finally:
                 await runner.cleanup()
     finally:

@@ -160,7 +160,10 @@ async def _plain(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     stream = zlib.decompressobj(47)  # zlib or gzip, by the header
     try:
         async for chunk in answer.content.iter_any():
-            yield stream.decompress(chunk)
+            # In steps: a few bytes may stand for very many.
+            while chunk:
+                yield stream.decompress(chunk, LARGE)
+                chunk = stream.unconsumed_tail
     except zlib.error as error:
         raise aiohttp.ClientPayloadError(f"its answer is not {encoding}: {error}") from None
     if not stream.eof:

@@ -34,7 +34,8 @@ def add_parser(commands: Commands) -> None:
         "Send each request to a ready replica whose run and version it allows, the least loaded one. Where\n"
         "none has the version yet, hold the request until one has, or answer 409 after --hold seconds.\n\n"
         "Replicas are found in the store, where they announce themselves, in another --pool, or listed with\n"
-        "--replica. SIGTERM: it takes no new connections and lets requests end.\n\n"
+        "--replica. SIGTERM: /ready says 503 for --leave seconds, then it takes no new\n"
+        "connections, lets requests end for --drain seconds, and exits.\n\n"
         "  stitch gateway --store file:/data/stitch --port 30000\n\n"
         "With --facade it is to slime and Miles one external engine with its router: their updates succeed\n"
         "once the version is published, since replicas follow the store by themselves, and what they abort\n"
@@ -61,6 +62,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--hold", type=seconds, default=50.0, metavar="S",
         help="seconds that a request waits for its version (50: below the idle limit of load balancers)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--leave", type=seconds, default=5.0, metavar="S",
+        help="seconds for which SIGTERM makes /ready say 503 before new connections are refused (5: until "
+        "load balancers have looked)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain", type=seconds, default=60.0, metavar="S",
+        help="seconds after that in which requests may end (60); what is left then is cut",
     )  # fmt: skip
     parser.add_argument("--poll", type=interval, default=0.25, metavar="S", help="between looks at replicas")
     parser.add_argument(
@@ -148,7 +158,7 @@ async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -
         pool, options.host, options.port, run=options.run_id, hold=options.hold, poll=options.poll,
         consumer=options.consumer, lag=options.lag, head_poll=options.head_poll, facade=options.facade,
         engine=_engine_fields(options.engine), store=store, peers=peers, on_ready=ready,
-        stop=stop_on_signals(),
+        stop=stop_on_signals(), leave=options.leave, drain=options.drain,
         provenance=options.provenance, tokens=options.tokens, replica_token=options.replica_token,
     )  # fmt: skip
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpVersion10
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from stitch_core.versions import Refusal, malformed
@@ -19,12 +21,15 @@ STILL_STREAMING = b"3\r\n:\n\n\r\n"
 # Seconds that a connection may be idle, or send half a request: longer than load balancers keep theirs.
 KEEP_ALIVE = 620.0
 FIRST_LOOK, LAST_LOOK = 0.005, 1.0
+NO_HEAD = "the request's head did not come in time"
+# Seconds in which a client that has begun to send a request's head must have sent it all.
+HEAD_SECONDS = 30.0
 
 
 class Connection(RequestHandler):
     """One client. ``streams``: its answer is a stream of whole events, each a chunk."""
 
-    __slots__ = ("_last", "_stall", "_stalled", "streams")
+    __slots__ = ("_head", "_last", "_stall", "_stalled", "streams")
 
     def __init__(self, manager: web.Server, *, stall: float, **options: Any) -> None:
         """``stall``: seconds for which a client may take nothing of an answer before it is cut."""
@@ -32,12 +37,36 @@ class Connection(RequestHandler):
         self.streams = False
         self._stall = stall
         self._stalled: asyncio.TimerHandle | None = None
+        self._head: asyncio.TimerHandle | None = None
         self._last: Any = None
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self._waiter is not None and not self._waiter.done()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
             self._last = self._messages[-1]
+            self._forget_head()
+        elif self._head is None and data and self._idle:
+            self._head = self._loop.call_later(HEAD_SECONDS, self._late)
+
+    def _late(self) -> None:
+        """Half a request was sent, and the rest does not come."""
+        self._head = None
+        if self.transport is None or not self._idle:
+            return
+        body = json.dumps(Refusal(408, "RequestTimeout", NO_HEAD, "never").body()).encode()
+        head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.force_close()
+
+    def _forget_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
 
     def pause_writing(self) -> None:
         """The client does not keep up; as long as it does not, its request keeps a replica busy."""
@@ -50,6 +79,7 @@ class Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._forget_stall()
+        self._forget_head()
         super().connection_lost(exc)
 
     def _forget_stall(self) -> None:
@@ -64,9 +94,8 @@ class Connection(RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it waits for its answer. True keeps the connection."""
-        transport, request, waiter = self.transport, self._current_request, self._waiter
-        idle = waiter is not None and not waiter.done()
-        if transport is None or self._last is None or idle:
+        transport, request = self.transport, self._current_request
+        if transport is None or self._last is None or self._idle:
             return False
         message, payload = self._last
         version = getattr(message, "version", None)  # None: it was no HTTP
@@ -102,7 +131,11 @@ class Connection(RequestHandler):
         if status < 500:
             self.logger.debug("not HTTP, from %s: %s", request.remote, message)
             lines = (message or "").strip().splitlines() or ["it cannot be parsed"]
-            refusal = malformed(f"the request is not HTTP: {lines[0].rstrip(':')}")
+            if isinstance(exc, LineTooLong) or lines[0].startswith("Too many headers"):
+                text = "a line of the request's head is too long, or there are too many of them"
+                refusal = Refusal(431, "HeadersTooLarge", text, "never")
+            else:
+                refusal = malformed(f"the request is not HTTP: {lines[0].rstrip(':')}")
         else:
             self.logger.error("a request from %s failed", request.remote, exc_info=exc)
             refusal = Refusal(500, "InternalError", "the gateway failed; its log says how", "never")

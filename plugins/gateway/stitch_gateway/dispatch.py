@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -18,7 +18,8 @@ from .attempt import Again, Attempt
 from .call import Call
 from .consumers import Scope
 from .fleet import Fleet
-from .routing import Replica, choose, crowded, eligible
+from .routing import Replica, choose, gone_for_good, most
+from .waiting import Waiting
 
 
 class _GivenUp(Exception):
@@ -45,7 +46,7 @@ class Dispatcher:
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
-    waiting: dict[VersionConstraint, set[asyncio.Future[None]]] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
     on_acquired: Callable[[float], None] = lambda _: None
     on_held: Callable[[VersionConstraint], None] = lambda _: None
 
@@ -113,13 +114,14 @@ class Dispatcher:
     async def _acquire(self, call: Call, avoided: dict[Replica, float]) -> Replica:
         """Wait for a replica and count the request as running there."""
         self.held.add(call)
-        began, patient, was_held = _now(), float("inf"), False
+        began, patient, was_held = _now(), True, False
+        spread: float | None = None  # not None: there is a replica, and the request waits for its share
         try:
             while True:
                 if call.aborted.is_set():
                     raise _GivenUp
                 now = _now()
-                if now >= call.deadline:
+                if now >= call.deadline and spread is None:
                     raise Refused(self._too_late(call))
                 avoid = {replica for replica, until in avoided.items() if until > now}
                 replica = choose(
@@ -127,46 +129,28 @@ class Dispatcher:
                     key=call.key, sequences=call.sequences,
                 )  # fmt: skip
                 if replica is None:
+                    if gone_for_good(call.constraint, self.fleet.replicas):
+                        raise Refused(_gone(call.constraint))
                     self.on_held(call.constraint)
-                    was_held = True
+                    was_held, spread = True, None
                     until = min([call.deadline, *(avoided[replica] for replica in avoid)])
-                elif was_held and now < patient and self._crowded(replica, call):
-                    patient = min(patient, now + self.spread)
-                    until = min(call.deadline, patient)
+                elif was_held and patient and now < call.deadline and self._crowded(replica, call):
+                    until, spread = call.deadline, self.spread
                 else:
                     replica.in_flight += 1
                     replica.sequences += call.sequences
                     self.on_acquired(now - began)
                     return replica
-                await self._wait(call.constraint, until)
+                patient &= await self.waiting.wait(call.constraint, call.sequences, until, spread)
         finally:
             self.held.discard(call)
 
     def _crowded(self, replica: Replica, call: Call) -> bool:
-        return crowded(replica, self.fleet.replicas, call.constraint, len(self.held), call.sequences)
-
-    async def _wait(self, constraint: VersionConstraint, until: float) -> None:
-        """Until a replica that changed may take the request, or something was aborted, or it is time."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        group = self.waiting.setdefault(constraint, set())
-        group.add(waiter)
-        try:
-            async with asyncio.timeout_at(until):
-                await waiter
-        except TimeoutError:
-            pass
-        finally:
-            group.discard(waiter)
-            if not group:
-                self.waiting.pop(constraint, None)
+        bound = most(self.fleet.replicas, call.constraint, len(self.held))
+        return replica.load + call.sequences > bound
 
     def _changed(self, replica: Replica | None) -> None:
-        """Wake whom the change may concern: all who wait cost too much where thousands do."""
-        for constraint, group in self.waiting.items():
-            if replica is None or eligible(replica, constraint):
-                for waiter in group:
-                    if not waiter.done():
-                        waiter.set_result(None)
+        self.waiting.changed(replica, self.fleet.replicas, len(self.held), self.spread)
 
     def _too_late(self, call: Call) -> Refusal:
         replicas = self.fleet.replicas
@@ -175,8 +159,6 @@ class Dispatcher:
             return unavailable(f"no replica answers ({reasons or 'none is known'})", retry="here")
         if not call.constraint:
             return unavailable("no replica is ready", retry="here")
-        if _passed_by_all(call.constraint, replicas):
-            return gone(f"every replica has passed version {call.constraint.exact_version}")
         demands = call.constraint.fields()
         served = sorted({str(replica.serving) for replica in replicas if replica.serving})
         return not_ready(
@@ -185,12 +167,8 @@ class Dispatcher:
         )
 
 
-def _passed_by_all(constraint: VersionConstraint, replicas: Sequence[Replica]) -> bool:
-    """Nobody serves the exact version and nobody will, as far as replicas that all answer can say."""
-    exact, served = constraint.exact_version, [r.serving for r in replicas if r.alive and r.serving]
-    if exact is None or len(served) < len(replicas) or len({version.run for version in served}) != 1:
-        return False
-    return constraint.run in (None, served[0].run) and all(version.number > exact for version in served)
+def _gone(constraint: VersionConstraint) -> Refusal:
+    return gone(f"every replica has passed version {constraint.exact_version}", demands=constraint.fields())
 
 
 def _now() -> float:

@@ -165,6 +165,7 @@ class Fleet:
             if not replica.tells:
                 replica.others = max(0, active - replica.in_flight)
             replica.error = None if ready else str(status.get("why_not_ready") or "not ready")
+            replica.target = _target(status.get("target"))
             self._serves(replica, _version(status.get("run"), status.get("weight_version")))
         if before != (replica.alive, replica.ready):
             self.notify(replica)
@@ -216,6 +217,13 @@ def _queued(answer: Any) -> int:
 def admitted_version(headers: Mapping[str, str]) -> PolicyVersion | None:
     """The version that the headers of a response say admitted it; None if they do not."""
     return _version(headers.get(HEADER_RUN), headers.get(HEADER_ADMITTED))
+
+
+def _target(text: object) -> PolicyVersion | None:
+    try:
+        return PolicyVersion.parse(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def _version(run: object, number: object) -> PolicyVersion | None:

@@ -7,16 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
-from stitch_core.replica.asgi import clean_path, decoded
+from stitch_core.replica.asgi import BODY_SECONDS, clean_path, decoded, late_body
 from stitch_core.replica.routes import BLOCKED
 from stitch_core.requests import Refused
 from stitch_core.versions import Refusal, malformed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-# Seconds for which a client may take to send a body.
-BODY_SECONDS = 60.0
 
 
 class Router:
@@ -58,8 +54,7 @@ async def read_body(request: web.Request) -> bytes:
         async with asyncio.timeout(None if request.content.is_eof() else BODY_SECONDS):
             body = await request.read()
     except TimeoutError:
-        message = f"the request body did not come within {BODY_SECONDS:g} s"
-        raise Refused(Refusal(408, "RequestTimeout", message, "never")) from None
+        raise Refused(late_body(BODY_SECONDS)) from None
     encoding = request.headers.get("content-encoding")
     return body if encoding is None else decoded(body, encoding, request.client_max_size)
 

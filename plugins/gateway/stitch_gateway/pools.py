@@ -7,6 +7,7 @@ import functools
 import json
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,12 +53,29 @@ def _is_address(url: str) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What a record said when it was last read. ``again``: when to read it again, of the monotonic clock.
+
+    ``fresh``: when it was last known to be no older than it says; None: it was long gone when it was first
+    seen, and has not changed since.
+    """
+
+    data: bytes
+    address: ReplicaAddress
+    again: float
+    fresh: float | None
+
+
 class StorePool:
     """The replicas whose records are in the store. While it cannot be read, those that were there last.
 
     Every look lists; a record is read when it is new, while its replica does not answer (it may have come
     back elsewhere), and once it should have been renewed, so that 1,000 replicas cost a gateway some 70 reads
     a second and not 1,000.
+
+    Wall clocks, the gateway's and the replicas', may be hours off or jump: they are believed only of a record
+    that was never seen to change. One that is being renewed is of a living replica whatever they say.
     """
 
     def __init__(self, store: Store, clock: Clock, *, long_gone: float = LONG_GONE) -> None:
@@ -65,38 +83,47 @@ class StorePool:
         self._store = store
         self._clock = clock
         self._long_gone = long_gone
-        self._read: dict[str, tuple[float, ReplicaAddress]] = {}
+        self._read: dict[str, _Record] = {}
         self._last: list[ReplicaAddress] = []
 
     async def replicas(self, doubted: Collection[str] = ()) -> Sequence[ReplicaAddress]:
         try:
             keys = [e.key for e in await self._store.list(PREFIX) if e.key.endswith(".json")]
             listed = frozenset(keys)
-            now = self._clock.time()
+            now = self._clock.monotonic()
             kept = {
-                key: (until, address)
-                for key, (until, address) in self._read.items()
-                if key in listed and now < until and address.id not in doubted
+                key: record
+                for key, record in self._read.items()
+                if key in listed and now < record.again and record.address.id not in doubted
             }
             unread = [key for key in keys if key not in kept]
             found = await all_of([functools.partial(self._load, key) for key in unread], PARALLEL)
         except StoreError:
             return self._last
         self._read = kept | {key: read for key, read in zip(unread, found, strict=True) if read is not None}
-        self._last = [self._read[key][1] for key in keys if key in self._read]
+        now = self._clock.monotonic()
+        records = [self._read[key] for key in keys if key in self._read]
+        self._last = [r.address for r in records if r.fresh is not None and now <= r.fresh + self._long_gone]
         return self._last
 
-    async def _load(self, key: str) -> tuple[float, ReplicaAddress] | None:
-        """What a record says, and until when it is not read again; None if it names no replica."""
+    async def _load(self, key: str) -> _Record | None:
+        """What a record says; None if it names no replica."""
         try:
-            record: Any = json.loads((await self._store.load(key)).data)
-            expires, url, now = float(record["expires"]), record["address"], self._clock.time()
-            if now > expires + self._long_gone or not url.startswith(("http://", "https://")):
+            data = (await self._store.load(key)).data
+            record: Any = json.loads(data)
+            expires, url = float(record["expires"]), record["address"]
+            if not url.startswith(("http://", "https://")):
                 return None
-            # A host whose clock is ahead must not be believed for ever.
-            until = min(expires, now + LONGEST_UNREAD)
-            return until, ReplicaAddress(str(record["id"]), url.rstrip("/"), record)
-        except (NotFound, ValueError, KeyError, TypeError, AttributeError):
+            wall, now, before = self._clock.time(), self._clock.monotonic(), self._read.get(key)
+            # Both times are of the replica's own clock, so that their difference is right even if it is not.
+            lifetime = min(max(expires - float(record.get("time", wall)), 0.0), LONGEST_UNREAD)
+            if before is None:
+                fresh = now + min(expires - wall, lifetime) if wall <= expires + self._long_gone else None
+            else:
+                fresh = before.fresh if before.data == data else now + lifetime
+            address = ReplicaAddress(str(record["id"]), url.rstrip("/"), record)
+            return _Record(data, address, now + lifetime, fresh)
+        except (NotFound, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # A record is a hint: one that was withdrawn or cannot be read names no replica.
             return None
 

@@ -25,8 +25,8 @@ class Replica:
 
     ``in_flight``: our requests there; ``sequences``: the sequences that they generate, which is what an
     engine queues. ``others``: what the engine had of others when it was last asked, as it ``tells``, or else
-    what the replica's gate had. ``late``: probes in a row that it left unanswered. ``headers`` go with every
-    request to it.
+    what the replica's gate had. ``target``: the version that it is on its way to, as it says. ``late``:
+    probes in a row that it left unanswered. ``headers`` go with every request to it.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Replica:
     alive: bool = False
     ready: bool = False
     serving: PolicyVersion | None = None
+    target: PolicyVersion | None = None
     in_flight: int = 0
     sequences: int = 0
     others: int = 0
@@ -71,19 +72,47 @@ def behind(replica: Replica, constraint: VersionConstraint) -> bool:
     return serving.number < max(wanted, default=-1)
 
 
-def crowded(
-    replica: Replica, replicas: Iterable[Replica], constraint: VersionConstraint, held: int, sequences: int
-) -> bool:
-    """Whether the replica would have more than its share once all that are on their way have come.
+def passed(replica: Replica, constraint: VersionConstraint) -> bool:
+    """Whether the replica says that it will never serve the exact version that is demanded.
 
-    ``held``: sequences that wait. The first replica of a new version must not get all that waited for it.
+    One that does not answer, or has yet to come to a version, says nothing; neither does one of another run.
+    A channel that was set back to an older version makes that its ``target``.
     """
-    there = [r for r in replicas if r.alive and eligible(r, constraint)]
-    coming = [r for r in replicas if r.alive and (not r.ready or behind(r, constraint))]
-    if not coming:
+    exact, serving, target = constraint.exact_version, replica.serving, replica.target
+    if exact is None or serving is None or not replica.alive or constraint.run not in (None, serving.run):
         return False
-    total = sum(r.load for r in there) + sum(r.load for r in coming) + held
-    return replica.load + sequences > SHARE * total / (len(there) + len(coming)) + SLACK
+    return serving.number > exact and (
+        target is None or (target.run == serving.run and target.number > exact)
+    )
+
+
+def gone_for_good(constraint: VersionConstraint, replicas: Collection[Replica]) -> bool:
+    """Whether every replica that is known answers and has passed the exact version that is demanded."""
+    if constraint.exact_version is None or not replicas:
+        return False
+    runs = {replica.serving.run for replica in replicas if replica.serving}
+    return len(runs) == 1 and all(passed(replica, constraint) for replica in replicas)
+
+
+def most(replicas: Iterable[Replica], constraint: VersionConstraint, held: int) -> float:
+    """The sequences up to which a replica has no more than its share once all that are coming have come.
+
+    ``held``: sequences that wait. The first replica of a new version must not get all that waited for it;
+    where no other comes it may.
+    """
+    count = coming = 0
+    total = held
+    for replica in replicas:
+        if not replica.alive:
+            continue
+        if eligible(replica, constraint):
+            count += 1
+        elif not replica.ready or behind(replica, constraint):
+            coming += 1
+        else:
+            continue
+        total += replica.load
+    return SHARE * total / (count + coming) + SLACK if coming else float("inf")
 
 
 def choose(

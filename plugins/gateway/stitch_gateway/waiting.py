@@ -1,0 +1,99 @@
+"""Requests that wait for a version, and whom of them a change wakes.
+
+All that wait for one version want the same of the same replicas. To wake them all for every replica that
+comes to it costs held x replicas looks at all replicas: for 20,000 and 1,000 a gateway would do nothing else.
+So a replica wakes as many as it takes before it has more than its share, those that came first, and the rest
+waits for the next replica, but not for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from stitch_core.versions import VersionConstraint
+
+from .routing import Replica, eligible, gone_for_good, most, passed
+
+_Waiter = asyncio.Future[bool]
+
+
+@dataclass
+class _Group:
+    """Who waits for the same, in the order of coming, with their sequences; ``last``: when all may go."""
+
+    waiters: dict[_Waiter, int] = field(default_factory=dict)
+    last: asyncio.TimerHandle | None = None
+
+    def wake(self, room: float, *, patient: bool) -> bool:
+        """Wake as many as there is room for; whether that was all."""
+        for waiter, sequences in self.waiters.items():
+            if waiter.done():
+                continue
+            room -= sequences
+            if room < 0:
+                return False
+            waiter.set_result(patient)
+        return True
+
+    def wake_later(self, seconds: float) -> None:
+        """Wake all, so long after this was asked first."""
+        if self.last is None:
+            self.last = asyncio.get_running_loop().call_later(seconds, self._let_go)
+
+    def _let_go(self) -> None:
+        self.last = None
+        self.wake(float("inf"), patient=False)
+
+    def close(self) -> None:
+        if self.last is not None:
+            self.last.cancel()
+
+
+class Waiting:
+    """The groups, by what they demand. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._groups: dict[VersionConstraint, _Group] = {}
+
+    async def wait(
+        self, constraint: VersionConstraint, sequences: int, until: float, spread: float | None = None
+    ) -> bool:
+        """Wait until a change wakes the request, or ``until`` (of the loop's clock).
+
+        ``spread``: seconds after which it is woken in any case; None: only a change concerns it. Returns
+        whether it should still wait for its share: no longer once such seconds have passed for its group.
+        """
+        waiter: _Waiter = asyncio.get_running_loop().create_future()
+        group = self._groups.setdefault(constraint, _Group())
+        group.waiters[waiter] = sequences
+        if spread is not None:
+            group.wake_later(spread)
+        try:
+            async with asyncio.timeout_at(until):
+                return await waiter
+        except TimeoutError:
+            return True
+        finally:
+            del group.waiters[waiter]
+            if not group.waiters and self._groups.get(constraint) is group:
+                group.close()
+                del self._groups[constraint]
+
+    def changed(
+        self, replica: Replica | None, replicas: Collection[Replica], held: int, spread: float
+    ) -> None:
+        """Wake whom the change of ``replica`` concerns; None: it concerns all.
+
+        ``held``: sequences that wait; ``spread``: seconds after which those go for whom it had no room.
+        """
+        for constraint, group in self._groups.items():
+            if replica is None:
+                group.wake(float("inf"), patient=True)
+            elif eligible(replica, constraint):
+                room = most(replicas, constraint, held) - replica.load
+                if not group.wake(room, patient=True):
+                    group.wake_later(spread)
+            elif passed(replica, constraint) and gone_for_good(constraint, replicas):
+                group.wake(float("inf"), patient=True)

@@ -1,0 +1,112 @@
+"""Slow clients, and engines that answer what is no answer: an error that says so, and nothing else."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from stitch_core.replica.sse import data_of
+from tests.replica.scripted import Replica, generated, span
+
+PROMPT = {"text": "hi"}
+DEEP = 100_000
+
+
+def body(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode()
+
+
+NO_ANSWERS = {
+    "empty": b"",
+    "garbage": b"\x00\xff\xfe",
+    "half": body(generated(span(7, 0, 3)))[:-9],
+    "deep list": b"[" * DEEP,
+    "deep objects": b'{"a":' * DEEP,
+    "deep and whole": b"[" * DEEP + b"]" * DEEP,
+    "deep inside": b'{"text": "x", "meta_info": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+    "a number": b"7",
+    "endless number": b'{"text": "x", "meta_info": {"id": ' + b"9" * 5000 + b"}}",
+    "two": body(generated(span(7, 0, 3))) * 2,
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_what_is_no_answer_is_a_502_and_the_engine_is_kept(replica: Replica, name: str) -> None:
+    """An answer that nested deeper than Python goes ended the request with a 503 and a traceback."""
+    replica.engine.body = NO_ANSWERS[name]
+    answer = await replica.client.post("/generate", PROMPT)
+    assert answer.status == 502, answer.body
+    assert answer.json()["error"]["type"] == "VersionUnreported"
+    assert replica.mismatches == []
+    assert replica.gate.active == 0
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_what_is_no_event_ends_a_stream_with_an_error(replica: Replica, name: str) -> None:
+    replica.engine.pieces = [b"data: " + NO_ANSWERS[name].replace(b"\n", b" ") + b"\n\n"]
+    answer = await replica.client.post("/generate", {**PROMPT, "stream": True})
+    if answer.status == 200:
+        last = [event for event in answer.body.split(b"\n\n") if event][-1]
+        error = json.loads(str(data_of(last)))["error"]
+    else:
+        error = answer.json()["error"]
+    assert error["type"] in ("VersionUnreported", "EngineUnavailable")
+    assert b"[DONE]" not in answer.body
+    assert replica.gate.active == 0
+
+
+async def test_odd_but_readable_answers_come_through_labelled(replica: Replica) -> None:
+    """NaN, half a surrogate pair and a field that comes twice, as engines of every make write them."""
+    whole = body(generated(span(7, 0, 3), logprob=float("nan")))
+    whole = whole.replace(b'"text": "xxx"', b'"text": "never", "text": "\\ud800xx"')
+    replica.engine.body = whole
+    answer = await replica.client.post("/generate", PROMPT)
+    assert answer.status == 200
+    assert answer.body.count(b'"text"') == 1
+    value = answer.json()
+    assert value["text"] == "\ud800xx"
+    assert value["meta_info"]["weight_version"] == "7"
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        b'"weight_versions": [{"version": "r/weight_v000008", "start": 0, "end": 3}], "weight_versions": ',
+        b'"weight_version": "r/weight_v000008", "weight_version": ',
+    ],
+)
+async def test_a_label_that_comes_twice_is_handed_out_once(replica: Replica, twice: bytes) -> None:
+    """What is checked is what goes out: no client reads the first of two where we read the last."""
+    name = twice.rpartition(b", ")[2]
+    replica.engine.body = body(generated(span(7, 0, 3))).replace(name, twice)
+    answer = await replica.client.post("/generate", PROMPT)
+    assert answer.status == 200
+    assert b"000008" not in answer.body
+    assert answer.json()["meta_info"]["weight_versions"] == [{"version": 7, "start": 0, "end": 3}]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's server waits for ever, and each such request would keep a connection."""
+    monkeypatch.setattr("stitch_core.replica.asgi.BODY_SECONDS", 0.05)
+    sent: list[Any] = []
+    parts = [{"type": "http.request", "body": b'{"text"', "more_body": True}]
+
+    async def receive() -> Any:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/generate", "raw_path": b"/generate", "query_string": b"",
+        "headers": [],
+    }  # fmt: skip
+    await asyncio.wait_for(replica.app(scope, receive, send), 5)
+    assert sent[0]["status"] == 408
+    assert json.loads(sent[1]["body"])["error"]["type"] == "RequestTimeout"
+    assert replica.engine.path == ""
