@@ -97,6 +97,7 @@ class Vision(Numbers):
 
     vt_hidden_size: Positive
     vt_num_hidden_layers: Positive
+    vt_num_attention_heads: Positive
     vt_qkv_size: Positive = Field(description="of each of q, k and v")
     vt_intermediate_size: Positive
     patch_size: Positive = 14
