@@ -7,11 +7,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 VARIABLE = "STITCH_LOG"
-LOGGERS = ("stitch", "stitch_sglang", "aiohttp", "uvicorn.error")
+# Of Stitch inside other programs, whose own logs stay as they are, and of the servers that it runs itself.
+OWN = ("stitch", "stitch_sglang")
+LOGGERS = (*OWN, "aiohttp", "uvicorn.error")
 
 _context: Callable[[], Mapping[str, Any]] = dict
 
@@ -47,13 +49,13 @@ class JsonFormatter(logging.Formatter):
         return line(message, level=record.levelname.lower(), logger=record.name, at=record.created)
 
 
-def configure() -> None:
+def configure(loggers: Iterable[str] = LOGGERS) -> None:
     """Send the logs of Stitch and its servers to stderr as JSON lines, if that is asked for."""
     if not asked():
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name in LOGGERS:
+    for name in loggers:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False

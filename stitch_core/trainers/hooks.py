@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import logs
 from ..files import PosixFiles
 from ..manifest import Manifest
 from ..ports import TrainerGroup
@@ -85,6 +86,11 @@ class Trainer:
         if self._exports is not None:
             self._exports.published(manifest)
 
+    def log_context(self) -> dict[str, Any]:
+        """What log lines say besides: the newest version is known once the run is claimed."""
+        number = self._publisher.number if self._publisher and self._publisher.start else None
+        return {"run": self.settings.run, "version": number, "rank": self.group.rank}
+
     @property
     def publisher(self) -> GroupPublisher:
         if self._publisher is None:
@@ -103,6 +109,8 @@ def set_up(
     ``argv`` is the launch script's command line, where it can be known.
     """
     global _TRAINER
+    logs.configure(logs.OWN)
+    logs.set_context(lambda: {"rank": group.rank})
 
     def check() -> TrainerSettings:
         preflight()
@@ -113,6 +121,7 @@ def set_up(
 
     settings = together(group, "preflight of Stitch", check)[group.rank]
     _TRAINER = Trainer(settings, group, framework, args)
+    logs.set_context(_TRAINER.log_context)
     return _TRAINER
 
 

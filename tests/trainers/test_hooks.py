@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from stitch_core import logs
 from stitch_core.safetensors import Tensor
 from stitch_core.trainers import hooks
 from stitch_core.trainers.group import RanksFailed, Solo
@@ -182,3 +185,25 @@ def test_the_frameworks_own_flags_are_checked_at_once() -> None:
         check_miles(SimpleNamespace(**vars(unbuffered) | {"fully_async": True}), True)
     buffered = {"fully_async": True, "custom_async_data_buffer_path": "stitch_miles.buffer.StitchDataBuffer"}
     check_miles(SimpleNamespace(**vars(unbuffered) | buffered), True)
+
+
+def test_a_trainers_log_lines_are_json_with_run_version_and_rank_where_that_is_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STITCH_LOG", "json")
+    logger = logging.getLogger("stitch")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    try:
+        trainer = updater(world, "first")
+        trainer.update_weights()
+        trainer.tensors = world.learn()
+        trainer.update_weights()
+        logger.warning("after it")
+    finally:
+        logs.set_context(dict)
+        logger.handlers[:], logger.propagate = before[:2]
+        logger.setLevel(before[2])
+    said = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
+    assert {(one["run"], one["rank"]) for one in said} == {("r", 0)}
+    assert [one["version"] for one in said if one["message"].startswith("run r is claimed")] == [0]
+    assert (said[-1]["message"], said[-1]["level"], said[-1]["version"]) == ("after it", "warning", 1)

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import Any
 
+from stitch_core import logs
+
 from . import symbols
 from .settings import Settings, SettingsError, add_flags, asked_for, export_flags
 
@@ -24,6 +26,7 @@ def register() -> None:
         symbols.check()
     except (SettingsError, symbols.Changed) as error:
         raise SystemExit(f"stitch: {error} (the plugin is for SGLang {symbols.RELEASE})") from None
+    logs.configure(logs.OWN)
     _register_hooks()
 
 

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
+from stitch_core import logs
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App, Message, Receive, Scope, Send, clean_path, send_json
 from stitch_core.replica.service import ReplicaFailed
@@ -161,6 +162,7 @@ def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Lif
 
     kind = Follower if settings.store else Receiver
     mode: Mode = kind(settings, manager, server_args)
+    logs.set_context(lambda: _about(mode.gate))
     life = Life(mode, manager)
     app.add_middleware(Front, life=life)
 
@@ -171,6 +173,12 @@ def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Lif
     for path in ("/wake", "/pull_weights", "/activate_weights"):
         app.post(path)(auth_level(AuthLevel.ADMIN_OPTIONAL)(answered_by_stitch))
     return life
+
+
+def _about(gate: Gate) -> dict[str, Any]:
+    """What log lines say besides."""
+    serving = gate.serving
+    return {"run": serving.run, "version": serving.number} if serving else {}
 
 
 def replica_id(settings: Settings) -> str:
