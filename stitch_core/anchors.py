@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .fulls import Damage, upload_full
 from .manifest import Manifest, canonical_json, floor_number, run_prefix
 from .ports import Clock, Conflict, Files, NotFound, RunBlocking, Store, StoreError, Unavailable
-from .records import Record, list_records, upload_full
+from .records import Record, list_records
 from .retry import Retry
 
 LEASE_FORMAT = "stitch.anchor-lease/1"
@@ -155,12 +156,23 @@ class Anchors:
         self._run_blocking, self._policy = run_blocking, policy
         self._newest: dict[str, int] = {}
 
-    async def due(self, manifest: Manifest) -> bool:
-        """Whether a version is ``every`` or more after the newest full. Lists only when it may be."""
-        newest = max(floor_number(manifest), self._newest.get(manifest.run, 0))
-        if manifest.number - newest >= self.every:
+    async def due(self, manifest: Manifest, damage: Damage | None = None) -> bool:
+        """Whether a version is ``every`` or more after the newest full that is not known to be damaged.
+
+        Lists only when it may be.
+        """
+        damaged = damage.problems if damage else {}
+        newest = floor = floor_number(manifest)
+        if not damaged:
+            newest = max(floor, self._newest.get(manifest.run, 0))
+        if damaged or manifest.number - newest >= self.every:
             places = await list_records(self._store, manifest.run, ("fulls",))
-            newest = max([newest, *(place.number for place in places if place.key is not None)])
+            places = [place for place in places if place.key is not None]
+            sound = {place.number for place in places if place.digest not in damaged}
+            lost = {place.number for place in places} - sound
+            if manifest.floor is not None and manifest.floor.digest in damaged:
+                lost.add(floor)
+            newest = max(sound | ({floor, 0} - lost))
             self._newest[manifest.run] = newest
         return manifest.number - newest >= self.every
 
@@ -171,10 +183,12 @@ class Anchors:
         files: Files,
         *,
         check: Callable[[], None] = lambda: None,
+        damage: Damage | None = None,
     ) -> Anchored:
         """Upload ``directory`` as a full of the version, unless one is there or another process is at it.
 
         ``check`` is asked before the record is written, and raises if the directory is not what it was.
+        ``damage``: see fulls.upload_full.
         Raises RecordRefused, CheckpointError, StoreError, OSError.
         """
         lease = Lease(self._store, manifest.run, self._name, self._clock)
@@ -183,7 +197,7 @@ class Anchors:
         async with lease.kept():
             record, new = await upload_full(
                 self._store, manifest, directory, files, rng=self._rng, run_blocking=self._run_blocking,
-                policy=self._policy, check=check,
+                policy=self._policy, check=check, damage=damage,
             )  # fmt: skip
         self._newest[manifest.run] = max(manifest.number, self._newest.get(manifest.run, 0))
         return Anchored(record, new)

@@ -98,7 +98,12 @@ async def stage_replanning(stager: Stager, target: Manifest) -> Staged:
             if damage is None:
                 raise
             raise damage from None  # what is in the way, not that nothing else is
-    return await stager.stage(target)
+    try:
+        return await stager.stage(target)
+    except NotFound:
+        if damage is None:
+            raise
+        raise damage from None  # what was collected does not come back; what is damaged can be put there anew
 
 
 def _check_there(directory: Path, target: Manifest, files: Files) -> None:

@@ -17,19 +17,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict
 
-from .checkpoint import Checkpoint
-from .dialects import INDEX_NAME
 from .gathering import all_of
-from .host_data import side_files
 from .lineage import Sketch
 from .manifest import (
     FormatError,
-    Manifest,
     PayloadFile,
     Representation,
-    Row,
     bytes_digest,
     canonical_json,
     read_count,
@@ -41,8 +37,7 @@ from .manifest import (
 )
 from .ports import AlreadyExists, Entry, Files, FileSource, RunBlocking, Store
 from .retry import Retry, retrying
-from .stores.keys import is_key
-from .stores.transfer import file_digest, upload, verify
+from .stores.transfer import upload, verify
 from .versions import PolicyVersion
 
 FULL_FORMAT = "stitch.full/1"
@@ -228,15 +223,16 @@ async def upload_record(
     files: Files,
     how: How,
     check: Callable[[], None] = lambda: None,
+    extra: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Upload the files of a record from ``directory``, read them back, and write its document last.
 
-    Create-only, and found there is as good as written; ``check`` may object before the document. Raises
-    StoreError, AlreadyExists for other bytes.
+    Create-only, and found there is as good as written; ``check`` may object before the document. ``extra``
+    are files that are not in the directory. Raises StoreError, AlreadyExists for other bytes.
     """
 
     async def put(file: PayloadFile) -> None:
-        source = FileSource(files, directory / file.name, file.size, file.sha256)
+        source = extra.get(file.name) or FileSource(files, directory / file.name, file.size, file.sha256)
         await upload(store, record.file_key(file.name), source, file.sha256, **how)
         await verify(store, record.file_key(file.name), file.size, file.sha256, **how)
 
@@ -255,75 +251,6 @@ async def upload_record(
     await retrying(create, how["policy"], how["rng"])
 
 
-async def find_full(store: Store, version: Manifest | Row, run: str, *, how: How) -> Record | None:
-    """A full record of a version that is there with all its files, by their sizes."""
-    found = await retrying(lambda: list_records(store, run, ("fulls",)), how["policy"], how["rng"])
-    for place in found:
-        if place.number != version.number or place.key is None:
-            continue
-        try:
-            record = await retrying(functools.partial(read_record, store, place), how["policy"], how["rng"])
-        except FormatError:
-            continue
-        if record.state == version.state and is_whole(record, place):
-            return record
-    return None
-
-
 def is_whole(record: Record, place: Place) -> bool:
     """Whether a listing shows every file of a record in its size."""
     return all(place.sizes.get(file.name) == file.size for file in record.representation.files)
-
-
-async def upload_full(
-    store: Store,
-    manifest: Manifest,
-    directory: Path,
-    files: Files,
-    *,
-    rng: random.Random,
-    run_blocking: RunBlocking,
-    policy: Retry | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[Record, bool]:
-    """Make the checkpoint in ``directory`` a full record of a version on the chain; (record, whether new).
-
-    The directory is hashed first: nothing is uploaded unless its state is the version's, and nothing if the
-    store has a full of the version. It must not change meanwhile: the read-back would fail, and ``check``,
-    which is asked before the document is written, may raise. Raises
-    RecordRefused, CheckpointError, StoreError, OSError.
-    """
-    how: How = {"policy": policy or Retry(), "rng": rng, "run_blocking": run_blocking}
-    if manifest.representation.kind == "full":
-        raise RecordRefused(f"{manifest.version} is a full already")
-    found = await find_full(store, manifest, manifest.run, how=how)
-    if found is not None:
-        return found, False
-    say(f"hashing {directory}")
-    record = await run_blocking(describe_full, manifest, directory, files)
-    say(f"uploading {len(record.representation.files)} files of {manifest.version}")
-    await upload_record(store, record, directory, files, how, check)
-    return record, True
-
-
-def describe_full(manifest: Manifest, directory: Path, files: Files) -> Record:
-    """The record that ``directory`` would be of ``manifest``. Raises RecordRefused, CheckpointError."""
-    checkpoint = Checkpoint.open(directory, files)
-    state = checkpoint.state()
-    if state != manifest.state:
-        raise RecordRefused(
-            f"{directory} is not {manifest.version}: its state is {state}, expected {manifest.state}; a "
-            "trainer's export may be a step off, or of another dtype"
-        )
-    index = () if checkpoint.index is None else (INDEX_NAME,)
-    sides = [name for name in side_files(files, directory) if is_key(name) and name != SPAN_FILE]
-    listed = []
-    for name in sorted({*checkpoint.weight_files, *index, *sides}):
-        size = files.size(directory / name)
-        listed.append(PayloadFile(name, size, file_digest(files, directory / name, size)))
-    how = Representation("full", tuple(listed))
-    record = Record(manifest.run, manifest.number, manifest.state, how)
-    return Record.decode(
-        record.encode(), span=False, where=record.key
-    )  # what no reader takes is refused here

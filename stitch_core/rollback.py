@@ -23,6 +23,7 @@ from .delta.merge import Changed, compose, merge_deltas, prove_merged
 from .delta.sparse_file import width_of
 from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
+from .fulls import describe_full
 from .head import Head
 from .host_checkpoint import HostCheckpoint, HostCheckpointError
 from .lineage import REVERSIBLE, NoPlan, Source, cheapest_plan, sketches_of_deltas
@@ -31,7 +32,7 @@ from .payload import Payload
 from .planner import Planner
 from .ports import Clock, Files, NotFound, RunBlocking, Store
 from .publisher import Publisher, PublishError
-from .records import RecordRefused, describe_full, list_records
+from .records import RecordRefused, list_records
 from .replica.staging import Stager
 from .retry import Retry, retrying
 from .state import TensorInfo, TensorTable, state_digest

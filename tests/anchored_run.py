@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.fulls import upload_full
 from stitch_core.manifest import Manifest, PayloadFile, Representation, bytes_digest
 from stitch_core.ports import Store
 from stitch_core.publisher import Publisher
-from stitch_core.records import Record, upload_full, upload_record
+from stitch_core.records import Record, upload_record
 from stitch_core.retry import Retry
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.testing.checkpoints import write_checkpoint

@@ -13,9 +13,9 @@ import pytest
 
 from stitch_core.checkout import CheckoutRefused, checkout
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.fulls import upload_full
 from stitch_core.host_checkpoint import HostCheckpointError
 from stitch_core.manifest import Manifest
-from stitch_core.records import upload_full
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.stores.transfer import DigestMismatch
 from tests.small_run import FILES, Trainer, UnsyncedFiles, inline

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stitch_core.fulls import upload_full
 from stitch_core.manifest import FormatError, run_prefix
 from stitch_core.pins import PinRefused, add_pin, pin_key, read_pins
-from stitch_core.records import upload_full
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.testing.checkpoints import write_checkpoint
 from tests.small_run import FILES, Trainer, inline, published

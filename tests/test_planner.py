@@ -10,12 +10,13 @@ import pytest
 
 from stitch_core.chain import ChainReader
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.fulls import upload_full
 from stitch_core.host_checkpoint import RepresentationInvalid
 from stitch_core.lineage import NoPlan, Undo
 from stitch_core.manifest import Manifest
 from stitch_core.planner import FEW, Planner
 from stitch_core.ports import NotFound
-from stitch_core.records import Record, upload_full, upload_record
+from stitch_core.records import Record, upload_record
 from stitch_core.stores.transfer import DigestMismatch
 from stitch_core.testing.checkpoints import write_checkpoint
 from tests.anchored_run import HOW, upload_span

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
+from stitch_core.fulls import find_full, upload_full
 from stitch_core.manifest import FormatError, PayloadFile, Representation, canonical_json, run_prefix
 from stitch_core.ports import Entry, StoreError
 from stitch_core.records import (
     Record,
     RecordRefused,
-    find_full,
     list_records,
     place_of,
     places,
     read_record,
-    upload_full,
 )
 from stitch_core.retry import Retry
 from stitch_core.safetensors import CheckpointError

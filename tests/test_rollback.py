@@ -14,12 +14,12 @@ from stitch_core.chain import ChainReader
 from stitch_core.delta import overwrite
 from stitch_core.delta.directory import write_delta
 from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.fulls import upload_full
 from stitch_core.head import Head
 from stitch_core.manifest import Manifest
 from stitch_core.payload import Payload
 from stitch_core.ports import Store, StoreError, SystemClock, Unavailable
 from stitch_core.publisher import ClaimRefused, Fenced, PublishError
-from stitch_core.records import upload_full
 from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore

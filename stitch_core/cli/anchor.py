@@ -15,13 +15,16 @@ from ..anchors import Anchored, Anchors
 from ..chain import ChainReader, NoHead
 from ..checkout import stage_replanning
 from ..files import PosixFiles
+from ..fulls import Damage, find_full, read_files
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
 from ..metered import CompactorMetrics
-from ..ports import Store, StoreError, SystemClock
+from ..ports import NotFound, Store, StoreError, SystemClock
+from ..records import How
 from ..replica.staging import Stager
 from ..retry import Retry
 from ..scratch import own_directory, temporary_directory
+from ..stores.transfer import DigestMismatch
 from ..threads import Threads
 from .common import (
     Commands,
@@ -53,7 +56,11 @@ def add_parser(commands: Commands) -> None:
         "is uploaded twice: a full that is there, or that another process is uploading, is left to it.\n\n"
         "  stitch anchor --store file:/data/stitch --run my-run --base /models/base --every 32 --follow\n\n"
         "With --base the version is built from the boot checkpoint and the store, in scratch space. With\n"
-        "--from-checkpoint DIR is taken as it is, and must be the version to the bit.",
+        "--from-checkpoint DIR is taken as it is, and must be the version to the bit.\n\n"
+        "  stitch anchor --store file:/data/stitch --run my-run --base /models/base --version 9 --replace\n\n"
+        "--replace is for a full that replicas cannot use: it is read back, and where its bytes are not\n"
+        "what they should be, that is said, another is put beside it, and the record of the damaged one is\n"
+        "removed. Its files stay until they are collected.",
     )  # fmt: skip
     add_store(parser)
     add_run(parser)
@@ -68,6 +75,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--every", type=positive, metavar="K", help="only if the newest full is K versions old or older"
     )
+    parser.add_argument(
+        "--replace", action="store_true",
+        help="read back the full that is there, and put another beside it if it is damaged",
+    )  # fmt: skip
     parser.add_argument(
         "--follow", action="store_true", help="go on, until SIGTERM; needs --every and --base"
     )
@@ -86,6 +97,8 @@ async def run(options: argparse.Namespace) -> int:
         raise UsageError("--follow needs --every K and --base DIR")
     if options.version is not None and options.every is not None:
         raise UsageError("--version names one version, --every takes the newest: use one of them")
+    if options.replace and options.every is not None:
+        raise UsageError("--replace is for one version: name it with --version N, without --every")
     with exported(options.metrics) as exporter:
         return await _run(options, CompactorMetrics(exporter))
 
@@ -123,23 +136,53 @@ class _Job:
 
     async def one(self, manifest: Manifest) -> bool:
         """Anchor a version if it is due; whether a full of it (or a newer one) is there."""
-        if manifest.representation.kind == "full":
+        damage = Damage(lambda problem: say(f"a full of {manifest.version} is damaged: {problem}"))
+        if self._options.replace and await self._sound(manifest, damage):
+            return True
+        if manifest.representation.kind == "full" and not damage.problems:
             self._emit(manifest, "is a full already")
             return True
-        if self._options.every is not None and not await self._anchors.due(manifest):
+        if self._options.every is not None and not await self._anchors.due(manifest, self._known(damage)):
             self._emit(manifest, f"is less than {self._options.every} versions after the newest full")
             return True
         began = time.monotonic()
         directory = self._options.from_checkpoint
         if directory is None:
             directory = (await stage_replanning(self._stager, manifest)).directory
-        done = await self._anchors.anchor(manifest, directory, PosixFiles())
-        self._emit(manifest, _what(done), done)
+        done = await self._anchors.anchor(manifest, directory, PosixFiles(), damage=self._known(damage))
+        if self._options.replace and done.record is not None:
+            for key in damage.keys.values():  # whoever starts from it would be turned away
+                await self._store.delete(key)
+        self._emit(manifest, _what(done), done, damage)
         if done.new and done.record is not None:
             size, took = done.record.representation.bytes, time.monotonic() - began
             self._metrics.anchored(manifest.run, manifest.number, size, took)
         self._metrics.passed(manifest.run, "anchored" if done.new else "left", time.time())
         return done.record is not None
+
+    async def _sound(self, manifest: Manifest, damage: Damage) -> bool:
+        """Read back what full there is of a version, and say so if it is as it should be."""
+        how: How = {"policy": Retry(), "rng": random.Random(), "run_blocking": self._threads}
+        if manifest.representation.kind == "full":
+            try:
+                await read_files(self._store, manifest, how)
+            except (NotFound, DigestMismatch) as error:
+                damage.add(manifest.digest(), str(error))
+            else:
+                self._emit(manifest, "is a full already, read back and sound")
+                return True
+        record = await find_full(
+            self._store, manifest, manifest.run, how=how, damage=damage, read_back=True
+        )  # fmt: skip
+        if record is not None:
+            self._emit(manifest, "has a full beside the chain, read back and sound", Anchored(record), damage)
+        return record is not None
+
+    def _known(self, damage: Damage) -> Damage:
+        """And what staging found out."""
+        for digest in self._stager.excluded:
+            damage.problems.setdefault(digest, "its bytes are not what was announced")
+        return damage
 
     async def follow(self, run_id: str, stop: asyncio.Event, poll: float) -> None:
         """Errors are told once and tried again, with backoff."""
@@ -175,12 +218,15 @@ class _Job:
             return
         task.result()
 
-    def _emit(self, manifest: Manifest, what: str, done: Anchored | None = None) -> None:
+    def _emit(
+        self, manifest: Manifest, what: str, done: Anchored | None = None, damage: Damage | None = None
+    ) -> None:
         record = done.record if done else None
         result = {
             "version": str(manifest.version), "state": manifest.state, "new": bool(done and done.new),
             "record": record.key if record else None, "digest": record.digest() if record else None,
             "bytes": record.representation.bytes if record else None, "what": what,
+            "damaged": list(damage.keys.values()) if damage else [],
         }  # fmt: skip
         emit(result, self._options.json, lambda: f"{manifest.version} {what}")
 

@@ -8,9 +8,9 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint
@@ -19,8 +19,9 @@ from ..delta.wire import frame_length
 from ..files import PosixFiles
 from ..host_marker import Marker
 from ..manifest import FormatError, Manifest, PayloadFile, run_prefix
-from ..ports import Capabilities, NotFound, Store, StoreError
+from ..ports import NotFound, Store, StoreError
 from ..records import Record, list_records, read_record
+from ..stores.reading import reading
 from ..stores.transfer import verify
 from .common import (
     Commands,
@@ -123,7 +124,7 @@ async def _verify_store(options: argparse.Namespace) -> dict[str, Any]:
             items = [_Item(manifest.file_key(f.name), f) for f in manifest.representation.files]
         with _memory(options.resume) as (known, remember):
             left = [item for item in items if f"{item.key} {item.file.sha256}" not in known]
-            check = _Check(store if options.quick else _Reading(store), problems, remember)
+            check = _Check(store if options.quick else reading(store), problems, remember)
             await check.all(left, options.jobs)
     what = target.run if whole else f"{target.run}/{target.number}"
     return {
@@ -186,27 +187,11 @@ def _items(source: Manifest | Record, *, optional: bool) -> list[_Item]:
     ]
 
 
-class _Reading:
-    """The store, whose word for an object's digest is not taken."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self._store.capabilities, digests=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 class _Check:
     """Reads objects, some at a time, and keeps what is wrong. Memory: 8 MiB for each at work."""
 
-    def __init__(
-        self, store: Store | _Reading, problems: list[dict[str, str]], remember: Callable[[str], None]
-    ) -> None:
-        self._store = cast(Store, store)
+    def __init__(self, store: Store, problems: list[dict[str, str]], remember: Callable[[str], None]) -> None:
+        self._store = store
         self._problems, self._remember = problems, remember
         self.checked = self.bytes = self.collected = 0
         self._total = 0

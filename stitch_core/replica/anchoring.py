@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Self, cast
 
 from ..anchors import Abandoned, Anchors, GuardedFiles
 from ..files import PosixFiles
+from ..fulls import Damage
 from ..host_data import copy_files
 from ..manifest import Manifest
 from ..ports import Files, RunBlocking, Store, SystemClock
@@ -43,14 +44,17 @@ class ReplicaAnchors:
         self._guard: GuardedFiles | None = None
         self._not_before: dict[str, int] = {}
 
-    def staged(self, manifest: Manifest, directory: Path) -> None:
-        """The host checkpoint holds this version now, in ``directory``."""
+    def staged(self, manifest: Manifest, directory: Path, damaged: Collection[str] = ()) -> None:
+        """The host checkpoint holds this version now, in ``directory``.
+
+        ``damaged``: digests of what this process found damaged in the store; a full among them is none.
+        """
         if self._task is not None and not self._task.done():
             return
         if manifest.number < self._not_before.get(manifest.run, 0):
             return
         self._guard = GuardedFiles(self._files)
-        self._task = asyncio.ensure_future(self._anchor(manifest, directory, self._guard))
+        self._task = asyncio.ensure_future(self._anchor(manifest, directory, self._guard, damaged))
 
     async def make_way(self) -> None:
         """The host checkpoint is about to change: afterwards nobody reads it any more."""
@@ -73,10 +77,13 @@ class ReplicaAnchors:
         )
         return cls(anchors, files=PosixFiles(), run_blocking=blocking, scratch=scratch)
 
-    async def _anchor(self, manifest: Manifest, directory: Path, guard: GuardedFiles) -> None:
+    async def _anchor(
+        self, manifest: Manifest, directory: Path, guard: GuardedFiles, damaged: Collection[str]
+    ) -> None:
         """Never raises: a full that was not uploaded is somebody else's, or a later version's."""
+        damage = Damage(self._say, dict.fromkeys(damaged, "damaged"))
         try:
-            if not await self._anchors.due(manifest):
+            if not await self._anchors.due(manifest, damage):
                 return
             self._not_before[manifest.run] = manifest.number + self._anchors.every
             async with contextlib.AsyncExitStack() as stack:
@@ -84,7 +91,7 @@ class ReplicaAnchors:
                 if self._scratch is not None:
                     directory = await self._copy(directory, guard, stack)
                     files, check = self._files, lambda: None
-                done = await self._anchors.anchor(manifest, directory, files, check=check)
+                done = await self._anchors.anchor(manifest, directory, files, check=check, damage=damage)
             if done.new and done.record is not None:
                 self._say(f"uploaded a full of {manifest.version}, {done.record.representation.bytes} bytes")
         except asyncio.CancelledError:

@@ -90,7 +90,8 @@ class Stager:
         self._anchors = anchors
         self._room = room or files.free_bytes
         self._planner = Planner(store, chain)
-        self._excluded: set[str] = set()
+        self.excluded: set[str] = set()
+        """Digests of what failed verification, and is not used again."""
         self._missing: set[str] = set()
         self._start_over = False
         self._boot_table: TensorTable | None = None
@@ -131,7 +132,7 @@ class Stager:
             await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
             self._missing.clear()
         except RepresentationInvalid as error:
-            self._excluded.add(error.manifest_digest)
+            self.excluded.add(error.manifest_digest)
             raise
         except HostCheckpointError:
             self._start_over = True
@@ -140,7 +141,7 @@ class Stager:
             self.fetching = ()
         applied = self._clock.monotonic() - fetched
         if self._anchors is not None:
-            self._anchors.staged(target, self.host.directory)
+            self._anchors.staged(target, self.host.directory, frozenset(self.excluded))
         return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
 
     async def _check_base(self, version0: Manifest) -> None:
@@ -191,12 +192,12 @@ class Stager:
     async def _cheapest(self, target: Manifest, starts: set[str]) -> Plan:
         """Without what was not there a moment ago, unless there is no other way."""
         try:
-            return await self._planner.plan(target, starts, self._excluded | self._missing)
+            return await self._planner.plan(target, starts, self.excluded | self._missing)
         except NoPlan:
             if not self._missing:
                 raise
             self._missing.clear()
-            return await self._planner.plan(target, starts, self._excluded)
+            return await self._planner.plan(target, starts, self.excluded)
 
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()
@@ -215,7 +216,7 @@ class Stager:
 
         def failed(file: Wanted, error: Exception) -> None:
             if isinstance(error, DigestMismatch):
-                self._excluded.add(wanted[file])
+                self.excluded.add(wanted[file])
             elif isinstance(error, NotFound):
                 self._missing.add(wanted[file])
 

@@ -120,6 +120,56 @@ def test_gc_plans_and_deletes_below_the_second_floor(run: Shell) -> None:
     assert checked.code == 0, checked.err
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_full_was_left_as_it_was_and_nobody_could_join(run: Shell) -> None:
+    """'stitch anchor' said that a full was there, and a joiner that it was not what was announced."""
+    how = ("anchor", *options(run), "--base", run.base)
+    first = run(*how, "--json").json
+    full = run.root / "store" / first["record"]
+    damaged = next(path for path in full.with_suffix("").glob("*.safetensors"))
+    flip(damaged)
+    sound = run.root / "sound"
+    assert run("checkout", "r/3", sound, "--store", run.store, "--base", run.base).code == 0
+    shutil.rmtree(run.root / "store/runs/r/e0002")
+    shutil.rmtree(run.root / "store/runs/r/e0003")
+    shutil.rmtree(run.root / "store/runs/r/e0004")
+    joiner = ("checkout", "r/3", run.root / "joined", "--store", run.store, "--base", run.base)
+    assert "is not what was announced" in run(*joiner).complaint
+    shutil.rmtree(run.root / ".joined.checkout", ignore_errors=True)
+    from_sound = ("anchor", *options(run), "--from-checkpoint", sound)
+    assert run(*from_sound, "--json").json["new"] is False, "nobody looked into it"
+    said = run(*from_sound, "--replace", "--json")
+    assert said.json["new"] is True
+    assert said.json["damaged"] == [first["record"]]
+    assert f"a full of r/weight_v000003 is damaged: {damaged.relative_to(run.root / 'store')}" in said.err
+    assert not full.exists(), "nobody starts from it any more"
+    assert run(*joiner).code == 0
+    assert not (run.root / "joined" / "stitch-copy.txt").read_text().strip("0123456789\n")
+    again = run(*from_sound, "--replace")
+    assert again.out == "r/weight_v000003 has a full beside the chain, read back and sound\n"
+    assert "--replace is for one version" in run(*from_sound, "--every", 2, "--replace").complaint
+
+
+def test_a_full_on_the_chain_that_is_damaged_gets_one_beside_it(run: Shell) -> None:
+    directory = run.learn("v4")
+    run.publish(directory)
+    how = ("anchor", *options(run), "--from-checkpoint", directory, "--replace")
+    assert run(*how).out == "r/weight_v000004 is a full already, read back and sound\n"
+    flip(next((run.root / "store/runs/r").glob("e*/weight_v000004/*.safetensors")))
+    joiner = ("checkout", "r/4", run.root / "joined", "--store", run.store)
+    assert "is not what was announced" in run(*joiner).complaint
+    said = run(*how, "--json")
+    assert (said.json["new"], said.json["damaged"]) == (True, [])
+    assert "is damaged: runs/r/e" in said.err
+    assert run(*joiner).code == 0
+    assert run(*how).out == "r/weight_v000004 has a full beside the chain, read back and sound\n"
+
+
 def test_gc_says_that_it_waits_for_what_it_cannot_read(run: Shell) -> None:
     (run.root / "store" / "channels").mkdir(exist_ok=True)
     (run.root / "store" / "channels" / "bad").write_bytes(b"x")
