@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..chain import ChainReader
+from ..chain import ChainReader, NoHead
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.wire import frame_length
 from ..files import PosixFiles
 from ..host_marker import Marker
-from ..manifest import FormatError, Manifest, PayloadFile, run_prefix
+from ..manifest import FormatError, Manifest, PayloadFile, floor_number, run_prefix
 from ..ports import NotFound, Store, StoreError
 from ..records import Record, list_records, read_record
 from ..stores.reading import reading
@@ -99,14 +99,15 @@ def _text(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Item:
-    """One object to read. ``optional``: it lies below the floor and may have been collected.
+    """One object to read, of version ``number``. ``asked``: the user asks for this very version.
 
     ``record``: the document that names it, which a collector deletes first.
     """
 
     key: str
     file: PayloadFile
-    optional: bool = False
+    number: int
+    asked: bool = False
     record: str | None = None
 
 
@@ -121,10 +122,13 @@ async def _verify_store(options: argparse.Namespace) -> dict[str, Any]:
         else:
             manifest, _ = await resolve(reader, target)
             target = Target(manifest.run, manifest.number)
-            items = [_Item(manifest.file_key(f.name), f) for f in manifest.representation.files]
+            number = manifest.number
+            items = [_Item(manifest.file_key(f.name), f, number, True) for f in manifest.representation.files]
         with _memory(options.resume) as (known, remember):
             left = [item for item in items if f"{item.key} {item.file.sha256}" not in known]
-            check = _Check(store if options.quick else reading(store), problems, remember)
+            check = _Check(
+                store if options.quick else reading(store), _Floor(reader, target.run), problems, remember
+            )
             await check.all(left, options.jobs)
     what = target.run if whole else f"{target.run}/{target.number}"
     return {
@@ -139,13 +143,12 @@ async def _run_items(
     """Everything that the run's head names, and the records beside it. Reads every manifest."""
     head, _ = await reader.head(run_id)
     newest = await reader.manifest(run_id, head)
-    floor = newest.floor.number if newest.floor else newest.number
     try:
         chain = await reader.back_to(newest, above_floor=False)
     except FormatError:
         chain = await _as_far_as_it_goes(reader, newest, problems)
     states = {manifest.number: manifest.state for manifest in chain}
-    items = [item for m in chain for item in _items(m, optional=m.number < floor)]
+    items = [item for manifest in chain for item in _items(manifest)]
     for place in await list_records(store, run_id):
         if place.key is None:
             continue  # its files are being uploaded, or their uploader died: nobody reads them
@@ -162,7 +165,7 @@ async def _run_items(
             problems.append(
                 {"where": place.key, "problem": f"its state is not that of version {record.number}"}
             )
-        items += _items(record, optional=False)
+        items += _items(record)
     return items
 
 
@@ -180,18 +183,42 @@ async def _as_far_as_it_goes(
     return chain
 
 
-def _items(source: Manifest | Record, *, optional: bool) -> list[_Item]:
+def _items(source: Manifest | Record) -> list[_Item]:
     document = source.key if isinstance(source, Record) else None
     return [
-        _Item(source.file_key(file.name), file, optional, document) for file in source.representation.files
+        _Item(source.file_key(file.name), file, source.version.number, record=document)
+        for file in source.representation.files
     ]
+
+
+class _Floor:
+    """The run's floor, below which payload may have been collected."""
+
+    def __init__(self, reader: ChainReader, run_id: str) -> None:
+        self._reader, self._run_id = reader, run_id
+        self._known = 0
+
+    async def above(self, number: int) -> int | None:
+        """The floor if it is above a version. It may have been raised since the check began: it is read again
+        before anything is called missing."""
+        if number >= self._known:
+            with contextlib.suppress(StoreError, FormatError, NoHead):
+                head, _ = await self._reader.head(self._run_id)
+                self._known = floor_number(await self._reader.manifest(self._run_id, head))
+        return self._known if number < self._known else None
 
 
 class _Check:
     """Reads objects, some at a time, and keeps what is wrong. Memory: 8 MiB for each at work."""
 
-    def __init__(self, store: Store, problems: list[dict[str, str]], remember: Callable[[str], None]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        floor: _Floor,
+        problems: list[dict[str, str]],
+        remember: Callable[[str], None],
+    ) -> None:
+        self._store, self._floor = store, floor
         self._problems, self._remember = problems, remember
         self.checked = self.bytes = self.collected = 0
         self._total = 0
@@ -224,10 +251,15 @@ class _Check:
             await verify(self._store, item.key, item.file.size, item.file.sha256, rng=rng)
             self._remember(f"{item.key} {item.file.sha256}")
         except NotFound as error:
-            if item.optional or (item.record and await self._gone(item.record)):
+            if item.record and await self._gone(item.record):
                 self.collected += 1
                 return
-            self._problems.append({"where": item.key, "problem": f"missing: {error}"})
+            floor = None if item.record else await self._floor.above(item.number)
+            if floor is not None and not item.asked:
+                self.collected += 1
+                return
+            why = "" if floor is None else f"; below the run's floor, {floor}, payload may be collected"
+            self._problems.append({"where": item.key, "problem": f"missing: {error}{why}"})
         except StoreError as error:
             self._problems.append({"where": item.key, "problem": str(error)})
         self.checked += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from stitch_core.cli import verify as verify_module
+from stitch_core.cli.main import main
 from stitch_core.files import PosixFiles
 from stitch_core.ports import NotFound
 from stitch_core.records import Record
@@ -231,6 +233,41 @@ def test_verify_beside_a_collector_and_a_publisher_finds_nothing(
         monkeypatch.setattr(verify_module, "read_record", read_record)
         found = run("verify", "r", "--store", run.store, "--json").json
         assert (found["checked"], found["problems"], found["collected"]) == (7, [], collected)
+
+
+def test_verify_called_what_was_collected_meanwhile_missing(
+    run: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The floor was read once: what was below one that was raised since was said to be lost."""
+    items = verify_module._run_items
+
+    async def then_collected(*args: Any) -> Any:
+        found = await items(*args)
+        await asyncio.to_thread(raise_floor_and_collect)
+        return found
+
+    def raise_floor_and_collect() -> None:
+        for command in (
+            ("publish", run.learn("v4"), "--base", run.base),
+            ("publish", run.learn("v5"), "--base", run.base),
+            ("gc", "--grace", "0s"),
+        ):  # fmt: skip
+            assert main([*map(str, command), "--store", run.store, "--run", "r"]) == 0
+
+    monkeypatch.setattr(verify_module, "_run_items", then_collected)
+    found = run("verify", "r", "--store", run.store, "--json")
+    assert found.code == 0
+    result = json.loads(found.out.splitlines()[-1])
+    assert (result["problems"], result["checked"] + result["collected"]) == ([], 7)
+    assert result["collected"] > 0
+    monkeypatch.undo()
+    asked = run("verify", "r/1", "--store", run.store, "--json")
+    assert asked.code == 1
+    assert "below the run's floor, 5, payload may be collected" in asked.json["problems"][0]["problem"]
+    (lost,) = payloads(run, 5)
+    lost.unlink()
+    (problem,) = run("verify", "r", "--store", run.store, "--json").json["problems"]
+    assert problem["where"] == str(lost.relative_to(run.root / "store")), "what is not below it is missed"
 
 
 def test_verify_goes_on_where_it_was_cut(run: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
