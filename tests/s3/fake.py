@@ -239,14 +239,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _listing(fake: FakeS3, query: dict[str, list[str]]) -> bytes:
     prefix, most = query.get("prefix", [""])[0], int(query.get("max-keys", ["1000"])[0])
-    after = query.get("continuation-token", [""])[0]
-    keys = sorted(key for key in fake.objects if key.startswith(prefix) and key > after)
+    after, delimiter = (query.get(name, [""])[0] for name in ("continuation-token", "delimiter"))
+    names = set()
+    for key in (key for key in fake.objects if key.startswith(prefix)):
+        folder, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+        names.add(prefix + folder + found if found else key)
+    rest = sorted(name for name in names if name > after)
     rows = "".join(
-        f"<Contents><Key>{escape(key)}</Key><Size>{len(fake.objects[key].data)}</Size></Contents>"
-        for key in keys[:most]
+        f"<Contents><Key>{escape(name)}</Key><Size>{len(fake.objects[name].data)}</Size></Contents>"
+        if name in fake.objects
+        else f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        for name in rest[:most]
     )
-    more = len(keys) > most
-    token = f"<NextContinuationToken>{escape(keys[most - 1])}</NextContinuationToken>" if more else ""
+    more = len(rest) > most
+    token = f"<NextContinuationToken>{escape(rest[most - 1])}</NextContinuationToken>" if more else ""
     return f"<R><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</R>".encode()
 
 
