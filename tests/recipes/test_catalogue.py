@@ -27,6 +27,7 @@ def test_blocks_are_merged_in_order_and_the_recipe_comes_last() -> None:
     ("document", "message"),
     [
         ({"recipes": {"r": {"uses": ["gone"]}}}, r"here \[recipes.r\] uses 'gone': no such block"),
+        ({"blocks": {"a": {"uses": ["a"]}}, "recipes": {"r": {"uses": ["a"]}}}, "r\\] > a uses 'a': itself"),
         ({"recipe": {}, "recipes": {"r": {}}}, "here: recipe: no such table in a model's file"),
     ],
 )

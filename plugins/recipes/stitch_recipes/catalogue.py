@@ -2,8 +2,8 @@
 
 A file describes one model: ``[model]``, ``[checkpoints.<name>]``, and ``[recipes.<name>]`` for each recipe.
 What several recipes say alike is a block, ``[blocks.<name>]`` of ``recipes/blocks.toml`` or the file itself.
-A recipe names its blocks in ``uses``; they are merged in that order, then the recipe's own tables: tables key
-by key, all else replaced.
+A recipe or a block names its blocks in ``uses``; they are merged in that order, then its own tables: tables
+key by key, all else replaced.
 """
 
 from __future__ import annotations
@@ -58,13 +58,20 @@ def compose(document: Mapping[str, Any], shared: Mapping[str, Any], table: str, 
     if unknown_keys:
         raise RecipeError(f"{where}: {', '.join(sorted(unknown_keys))}: no such table in a model's file")
     blocks = {**shared.get("blocks", {}), **document.get("blocks", {})}
-    own = dict(document["recipes"][table])
-    tree: dict[str, Any] = {key: document[key] for key in ("model", "checkpoints") if key in document}
-    for block in own.pop("uses", []):
-        if block not in blocks:
-            raise RecipeError(f"{where} [recipes.{table}] uses {block!r}: no such block")
-        tree = merged(tree, blocks[block])
-    return merged(tree, own)
+    base: dict[str, Any] = {key: document[key] for key in ("model", "checkpoints") if key in document}
+    return merged(base, _expanded(document["recipes"][table], blocks, f"{where} [recipes.{table}]", ()))
+
+
+def _expanded(
+    own: Mapping[str, Any], blocks: Mapping[str, Any], where: str, above: tuple[str, ...]
+) -> dict[str, Any]:
+    """A recipe or a block with all blocks that it uses below it."""
+    tree: dict[str, Any] = {}
+    for name in own.get("uses", []):
+        if name not in blocks or name in above:
+            raise RecipeError(f"{where} uses {name!r}: " + ("itself" if name in above else "no such block"))
+        tree = merged(tree, _expanded(blocks[name], blocks, f"{where} > {name}", (*above, name)))
+    return merged(tree, {key: value for key, value in own.items() if key != "uses"})
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

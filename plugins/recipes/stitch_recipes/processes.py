@@ -1,6 +1,7 @@
 """The command lines of a run's processes: what every launcher starts, whatever it runs on.
 
-Flags that Stitch needs are here, once (docs/trainers.md, SGLANG_FORK.md); a recipe has its own only.
+Flags that Stitch needs are here and in training.py, once (docs/trainers.md, SGLANG_FORK.md);
+recipes have others.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def replica(recipe: Recipe, site: Site, model: str, address: str | None = None) 
     """One replica that serves the checkpoint in ``model``; it follows the run by itself."""
     engine = recipe.engine
     memory = engine.canonical_on == "memory"
+    anchors = None if recipe.versions.prove else recipe.versions.anchor_every
     environment = {
         "STITCH_STORE": site.store,
         "STITCH_RUN": site.run,
@@ -42,9 +44,7 @@ def replica(recipe: Recipe, site: Site, model: str, address: str | None = None) 
         "STITCH_KV_MODE": engine.kv_mode,
         "STITCH_HOST_DIR": "/dev/shm/stitch" if memory else f"{site.nvme}/stitch",
         **({"STITCH_ADDRESS": address} if address else {}),
-        **(
-            {"STITCH_ANCHOR_EVERY": str(recipe.versions.anchor_every)} if recipe.versions.anchor_every else {}
-        ),
+        **({"STITCH_ANCHOR_EVERY": str(anchors)} if anchors else {}),
         **engine.environment,
     }
     argv = (
@@ -54,13 +54,13 @@ def replica(recipe: Recipe, site: Site, model: str, address: str | None = None) 
     return Process(argv, environment)
 
 
-def gateway(recipe: Recipe, site: Site, pool: str | None = None) -> Process:
-    """The gateway; without ``pool`` replicas are found by their records in the store."""
+def gateway(recipe: Recipe, site: Site, pool: str | None = None, peers: str | None = None) -> Process:
+    """The gateway; without ``pool`` replicas are found by their records. ``peers``: the other gateways."""
     argv = ["stitch", "gateway", "--store", site.store, "--run", site.run, "--host", "0.0.0.0"]
     argv += ["--port", str(GATEWAY_PORT), *(["--pool", pool] if pool else [])]
+    argv += ["--peers", peers] if peers else []
     if recipe.trainer is not None:
         argv += ["--facade", "--lag", str(recipe.versions.lag)]
-        argv += ["--engine", f"base_gpu_id={recipe.trainer.gpus_per_node}"]
     return Process(tuple(argv))
 
 
@@ -73,6 +73,11 @@ def claim(recipe: Recipe, site: Site) -> Process:
     """What creates the run, so that replicas have something to follow; not again, since it fences."""
     base = directory(recipe, site, recipe.serve)
     return Process(("stitch", "claim", "--store", site.store, "--run", site.run, "--base", base))
+
+
+def known(site: Site) -> Process:
+    """What fails unless the run was created."""
+    return Process(("stitch", "versions", "--store", site.store, "--run", site.run))
 
 
 def compactor(site: Site) -> Process:
@@ -89,15 +94,17 @@ def collector(recipe: Recipe, site: Site) -> Process:
 def settings(recipe: Recipe, site: Site) -> dict[str, Any]:
     """The YAML that ``--custom-config-path`` names (docs/trainers.md)."""
     versions = recipe.versions
+    functions = recipe.trainer.functions if recipe.trainer else None
     chosen = {
         "stitch_run": site.run,
         "stitch_store": site.store,
         "stitch_lag": versions.lag,
         "stitch_encoding": versions.encoding,
         "stitch_max_staleness": versions.max_staleness,
-        "stitch_anchor_every": versions.anchor_every,
         "stitch_prove": versions.prove or None,
-        "stitch_compact": versions.compact or None,
+        # From the proven copy; without one the replicas upload fulls (STITCH_ANCHOR_EVERY).
+        "stitch_anchor_every": versions.anchor_every if versions.prove else None,
+        **{f"stitch_inner_{name}": path for name, path in (functions or {}).items()},
     }
     return {key: value for key, value in chosen.items() if value is not None}
 
@@ -109,7 +116,7 @@ def flags(chosen: Flags) -> list[str]:
         if value is True:
             words.append(f"--{name}")
         elif value is not False:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return words
 
 

@@ -6,14 +6,14 @@ and ``unknown`` says why. Where a number comes from is a comment beside it in th
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from .layout.geometry import Geometry, Positive, Quantization
 
-FlagValue = bool | int | float | str
-"""Of a flag: true is the bare flag, false leaves it out (and undoes a block's)."""
+FlagValue = bool | int | float | str | list[str | int]
+"""Of a flag: true is the bare flag, false leaves it out (and undoes a block's), a list is several values."""
 
 Flags = dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9_-]*$")], FlagValue]
 """Flags by name without the dashes."""
@@ -88,6 +88,12 @@ class Trainer(Part):
     memory_limit_gib: Annotated[int, Field(ge=1)] | None = None
     disk_gib: Annotated[int, Field(ge=1)] | None = None
     flags: Flags = {}
+    files: dict[str, dict[str, Any]] = Field(
+        {}, description="flags whose value is a YAML file of this content"
+    )
+    functions: dict[Literal["generate", "rollout"], str] = Field(
+        {}, description="the run's own functions, which Stitch's call (stitch_inner_generate, ..._rollout)"
+    )
     environment: Environment = {}
 
 
