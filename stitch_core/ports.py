@@ -184,6 +184,7 @@ class FileSource:
 
     ``sha256`` (``sha256:<hex>``): what they are known to be; a store that checks what it is sent compares.
     ``progress`` gets the number of bytes of each step, from any thread; a store may leave it alone.
+    ``held``: all of them, where they were read already; then the file is not read again.
     """
 
     files: Files
@@ -191,6 +192,7 @@ class FileSource:
     size: int
     sha256: str | None = None
     progress: Callable[[int], None] | None = field(default=None, compare=False)
+    held: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 from .gathering import all_of
 from .manifest import FormatError, Manifest, PayloadFile, Representation
@@ -13,6 +15,9 @@ from .records import How
 from .stores.transfer import file_digest, upload, verify
 
 PARALLEL_UPLOADS = 16
+
+HELD_BYTES = 4 * 2**20
+"""Of a file that is read once, for its digest and for the store: 64 MiB of all that are on their way."""
 
 
 def representation_of(payload: Payload) -> Representation:
@@ -31,13 +36,13 @@ async def upload_payload(
     Raises StoreError, OSError; then none is on its way any more.
     """
 
-    async def put(name: str) -> PayloadFile:
-        path = payload.directory / name
-        size = await how["run_blocking"](files.size, path)
-        sha256 = await how["run_blocking"](file_digest, files, path, size)
-        source = FileSource(files, path, size, sha256)
+    async def send(name: str) -> PayloadFile:
+        source, sha256 = await how["run_blocking"](digested, files, payload.directory / name)
         await upload(store, manifest.file_key(name), source, sha256, **how)
-        return await check(PayloadFile(name, size, sha256))
+        return PayloadFile(name, source.size, sha256)
+
+    async def put(name: str) -> PayloadFile:
+        return await check(await send(name))
 
     async def check(file: PayloadFile) -> PayloadFile:
         await verify(store, manifest.file_key(file.name), file.size, file.sha256, **how)
@@ -47,6 +52,17 @@ async def upload_payload(
     calls += [functools.partial(check, file) for file in payload.uploaded]
     uploaded = tuple(await all_of(calls, PARALLEL_UPLOADS))
     return replace(manifest, representation=replace(manifest.representation, files=uploaded))
+
+
+def digested(files: Files, path: Path) -> tuple[FileSource, str]:
+    """A file to upload, and its SHA-256; a small one is kept in memory, so that it is read once. Blocking."""
+    size = files.size(path)
+    if size > HELD_BYTES:
+        sha256 = file_digest(files, path, size)
+        return FileSource(files, path, size, sha256), sha256
+    data = files.read(path)
+    sha256 = "sha256:" + hashlib.sha256(data).hexdigest()
+    return FileSource(files, path, len(data), sha256, held=data), sha256
 
 
 def readable(manifest: Manifest) -> bytes:

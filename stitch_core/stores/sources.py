@@ -15,17 +15,27 @@ def source_size(source: Buffer | FileSource) -> int:
     return source.size if isinstance(source, FileSource) else memoryview(source).nbytes
 
 
+def plain_bytes(view: memoryview) -> bytes:
+    """Its bytes, for those who take nothing else; copied only where they are a part of more, or no bytes."""
+    base = view.obj
+    if isinstance(base, bytes) and len(base) == view.nbytes and view.c_contiguous:
+        return base
+    return bytes(view)
+
+
 def source_chunks(source: Buffer | FileSource, chunk: int = CHUNK) -> Iterator[memoryview]:
     """The source's bytes in order, in pieces of at most ``chunk``. Blocking.
 
     Raises StoreError if the file cannot be read or does not have the declared size.
     """
-    if not isinstance(source, FileSource):
-        view = memoryview(source)
+    held = source.held if isinstance(source, FileSource) else source
+    if held is not None:
+        view = memoryview(held)
         flat = view.cast("B") if view.nbytes else memoryview(b"")
         for start in range(0, len(flat), chunk):
             yield flat[start : start + chunk]
         return
+    assert isinstance(source, FileSource)
     try:
         found = source.files.size(source.path)
         if found != source.size:

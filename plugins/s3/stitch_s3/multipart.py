@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from stitch_core.ports import Buffer, FileSource, StoreError, Unavailable
 from stitch_core.retry import Retry, retrying
 from stitch_core.stores.room import Room
-from stitch_core.stores.sources import source_chunks
+from stitch_core.stores.sources import plain_bytes, source_chunks
 
 PART = 16 * 2**20
 """Bytes of a part, and of the largest object that is sent in one request."""
@@ -112,7 +112,11 @@ class PartsUpload:
             digest = hashlib.sha256(data).digest()
             checksum = b64(digest)
             answer = client.upload_part(
-                **self.where, UploadId=self._id, PartNumber=number, Body=bytes(data), ChecksumSHA256=checksum
+                **self.where,
+                UploadId=self._id,
+                PartNumber=number,
+                Body=plain_bytes(data),
+                ChecksumSHA256=checksum,
             )
             return {"ETag": answer["ETag"], "PartNumber": number, "ChecksumSHA256": checksum}, digest
 

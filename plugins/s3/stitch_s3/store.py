@@ -35,7 +35,7 @@ from stitch_core.ports import (
 )
 from stitch_core.stores.keys import BadKey, check_key, check_prefix, check_range, is_key
 from stitch_core.stores.room import TRANSFER_BYTES, Room
-from stitch_core.stores.sources import source_chunks, source_size
+from stitch_core.stores.sources import plain_bytes, source_chunks, source_size
 from stitch_core.threads import Threads
 
 from .client import check_installed, connect
@@ -213,7 +213,8 @@ class S3Store:
             source.progress(size)
 
     def _create(self, client: Any, key: str, source: Buffer | FileSource) -> None:
-        data = b"".join(source_chunks(source))
+        chunks = list(source_chunks(source, max(1, source_size(source))))
+        data = plain_bytes(chunks[0]) if chunks else b""
         announced = source.sha256 if isinstance(source, FileSource) else None
         try:
             self._put(client, key, data, announced, IfNoneMatch="*")

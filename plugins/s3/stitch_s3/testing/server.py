@@ -80,6 +80,10 @@ class SeaweedServer:
         self._wait(endpoint, timeout)
         return endpoint
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
