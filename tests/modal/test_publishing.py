@@ -19,7 +19,8 @@ from stitch_core.claims import ClaimRefused, Fenced, PublishError
 from stitch_core.ports import StoreError
 from stitch_core.publisher import Publisher
 from stitch_core.retry import Retry
-from stitch_modal.store import INLINE, ModalStore
+from stitch_modal.store import ModalStore
+from stitch_modal.writing import INLINE
 from tests.modal.fake import Cloud, Container, Manners
 from tests.real.s3.publishing import BOOT, check_whole, payload, publisher
 
@@ -181,7 +182,7 @@ import asyncio, os, secrets, signal, sys
 from pathlib import Path
 from tests.real.s3.publishing import BOOT, payload, publisher
 from stitch_core.stores import open_store
-from stitch_modal.store import INLINE
+from stitch_modal.writing import INLINE
 
 async def main():
     store, scratch = open_store(sys.argv[1]), Path(sys.argv[2])

@@ -30,8 +30,9 @@ from stitch_modal.cells import Cell
 from stitch_modal.errors import Refused, translate
 from stitch_modal.host import Host, dict_name
 from stitch_modal.states import FORGET_AFTER, LOOK_AGAIN, STALE_AFTER
-from stitch_modal.store import DEAD_AFTER, ModalStore, open_url
+from stitch_modal.store import ModalStore, open_url
 from stitch_modal.url import Location
+from stitch_modal.writing import DEAD_AFTER
 from tests.modal.fake import WEEK, Cloud, Container
 
 LARGE = bytes(range(256)) * 1000
@@ -550,7 +551,7 @@ async def test_ranges_from_outside_fetch_a_file_once(cloud: Cloud) -> None:
     parts = await asyncio.gather(*(store.read("k", start, 2**20) for start in range(0, len(data), 2**20)))
     assert b"".join(parts) == data
     assert cloud.calls["VolumeGetFile2"] == 1
-    spooled = store._files._directory  # type: ignore[union-attr]
+    spooled = store._open().files._directory  # type: ignore[union-attr]
     await store.close()
     assert not os.path.exists(spooled)
 

@@ -68,7 +68,7 @@ class States:
         self, files: MountedFiles | RemoteFiles, cells: Cells, clock: Clock, visible_after: float, where: str
     ) -> None:
         self.files, self.cells, self.where = files, cells, where
-        self._clock, self._visible_after = clock, visible_after
+        self._clock, self.visible_after = clock, visible_after
         self._known: dict[str, State] = {}
         self._learned = -float("inf")  # when a swapped object was last seen to have changed
         self._swept = False
@@ -91,7 +91,7 @@ class States:
             cell = self.cells.get(key, state.number)
             if cell is None:  # deleted, or not touched for a week
                 self._known.pop(key, None)
-                self.files.refresh(self._visible_after)
+                self.files.refresh(self.visible_after)
                 state = self.from_files(key)
             elif cell.kind == "hint":
                 state = replace(state_of(state.number, cell), settled=state.settled, looked=state.looked)
@@ -108,7 +108,7 @@ class States:
     def _look_at_files(self, key: str, known: State | None) -> State:
         """What the files say, after a reload where they say nothing; or what is known and newer."""
         if known is not None:
-            self.files.refresh(self._visible_after)
+            self.files.refresh(self.visible_after)
         state = self.from_files(key)
         if state.number == 0:
             state = self._wait_for(key)
@@ -127,10 +127,10 @@ class States:
     def _wait_for(self, key: str) -> State:
         """After a reload. What a head names was finished before it: until that must be visible, look on."""
         since = self._clock.monotonic() - self._learned
-        self.files.refresh(min(since, self._visible_after))
+        self.files.refresh(min(since, self.visible_after))
         state = self.from_files(key)
-        while state.number == 0 and self._clock.monotonic() - self._learned < self._visible_after:
-            time.sleep(self._visible_after / 8)
+        while state.number == 0 and self._clock.monotonic() - self._learned < self.visible_after:
+            time.sleep(self.visible_after / 8)
             self.files.refresh(0.0)
             state = self.from_files(key)
         return state
@@ -190,7 +190,7 @@ class States:
 
     def check_known(self, key: str) -> None:
         """Should a Dict ever have let two win, the one whose state the readers do not take finds out here."""
-        self.files.refresh(self._visible_after)
+        self.files.refresh(self.visible_after)
         known, seen = self._known.get(key), self.from_files(key)
         if known is not None and seen.number >= known.number and seen.token != known.token:
             self._known[key] = seen
