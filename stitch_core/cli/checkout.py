@@ -11,6 +11,7 @@ from ..checkout import checkout
 from ..files import PosixFiles
 from ..manifest import Manifest
 from .common import Commands, UsageError, absolute_path, add_command, add_store, emit, opened_store, say
+from .mounts import directory_of
 from .target import HELP, Target, resolve
 
 
@@ -36,6 +37,9 @@ def add_parser(commands: Commands) -> None:
 
 async def run(options: argparse.Namespace) -> int:
     target, directory = Target.parse(options.version), options.directory
+    root = directory_of(options.store)
+    if root is not None and directory.resolve().is_relative_to(root.resolve()):
+        raise UsageError(f"{directory} is inside the store: its files would be taken for objects")
     async with opened_store(options.store) as store:
         reader = ChainReader(store)
         manifest, newest = await resolve(reader, target)

@@ -29,6 +29,7 @@ from ..stores.bounded import BoundedStore
 from ..versions import VersionError, check_run_id
 
 STORE_SECONDS = 60.0
+SCRATCH = "stitch-scratch"
 
 
 class UsageError(Exception):
@@ -111,6 +112,13 @@ def exported(target: str | None) -> Iterator[Exporter]:
         exporter.close()
 
 
+def check_given(text: str, what: str) -> str:
+    """``text``; UsageError, which says ``what`` it is, for '', which is a variable that is not set."""
+    if not text:
+        raise UsageError(f"{what} is empty")
+    return text
+
+
 def absolute_path(text: str) -> Path:
     """A path option, independent of the working directory from here on; '' is a variable that is not set."""
     if not text:
@@ -172,13 +180,26 @@ async def opened_store(url: str) -> AsyncIterator[BoundedStore]:
 
 @contextlib.contextmanager
 def scratch(directory: Path | None) -> Iterator[Path]:
-    """``directory``, or a temporary one that is removed in the end, by the next command if not by this."""
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        yield directory.resolve()
+    """Scratch space in ``directory``, or a temporary one, which is removed in the end.
+
+    What is kept in ``directory`` for the next command is in a directory of its own there, since what is in
+    the way is removed. Raises UsageError when another process is using it.
+    """
+    files = PosixFiles()
+    if directory is None:
+        with temporary_directory(files) as path:
+            yield path
         return
-    with temporary_directory(PosixFiles()) as path:
-        yield path
+    kept = directory / SCRATCH
+    with contextlib.ExitStack() as held:
+        try:
+            files.make_dirs(kept)
+            held.enter_context(files.lock(kept / "in-use", 0.0))
+        except TimeoutError:
+            raise UsageError(f"--work {directory} is in use by another process: name another one") from None
+        except OSError as error:
+            raise UsageError(f"--work {directory} cannot be used: {error.strerror}") from None
+        yield kept.resolve()
 
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:

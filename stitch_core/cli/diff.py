@@ -25,6 +25,7 @@ from .common import (
     UsageError,
     absolute_path,
     add_command,
+    check_given,
     emit,
     opened_store,
     positive,
@@ -74,7 +75,7 @@ async def run(options: argparse.Namespace) -> int:
 
 async def _directory(options: argparse.Namespace, side: str, work: Path) -> Path:
     """Where the weights of one side lie."""
-    text: str = getattr(options, side)
+    text = check_given(getattr(options, side), side.upper())
     path = Path(text)
     if await asyncio.to_thread(path.is_dir):
         return await asyncio.to_thread(path.absolute)
@@ -89,6 +90,7 @@ async def _rebuilt(store: Store, target: Target, directory: Path, base: Path | N
     reader = ChainReader(store)
     manifest, _ = await resolve(reader, target)
     say(f"rebuilding {manifest.version}")
+    await asyncio.to_thread(PosixFiles().remove_tree, directory)  # of an earlier run with the same --work
     base = base or await boot_directory(reader, manifest)
     await checkout(store, manifest.run, manifest.number, directory, files=PosixFiles(), base=base)
     return directory

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 
 from ..checkpoint import Checkpoint
 from ..files import PosixFiles
@@ -22,7 +22,7 @@ from ..stores.identity import read_identity
 from ..stores.local import PRIVATE
 from ..stores.probe import probe
 from .common import Commands, absolute_path, add_command, add_store, emit, opened_store, size_text, table
-from .mounts import is_read_only, mount_kind
+from .mounts import directory_of, is_read_only, mount_kind
 
 RACERS, ROUNDS = 8, 3
 MAX_SKEW = 5.0
@@ -94,7 +94,7 @@ async def run(options: argparse.Namespace) -> int:
     report = Report()
     async with _place(options.store) as url, opened_store(options.store) as real:
         if await report.attempt(
-            "list", lambda: _list(real, options.read_only),
+            "list", lambda: _list(real, options.store, options.read_only),
             "check the URL and that the store is mounted, and allow listing (s3:ListBucket)",
         ):  # fmt: skip
             root = directory_of(options.store)
@@ -123,12 +123,12 @@ def _text(report: Report) -> str:
     return "\n".join([table(("check", "result", "what was seen"), rows), *(["", *todo] if todo else [])])
 
 
-async def _list(store: Store, read_only: bool) -> str:
-    began = time.perf_counter()
+async def _list(store: Store, url: str, read_only: bool) -> str:
+    began, root = time.perf_counter(), directory_of(url)
     try:
         found = await store.list("channels/")
     except NoStore:
-        if read_only:
+        if read_only or (root is not None and await asyncio.to_thread(root.exists)):  # as a file
             raise
         return "there is nothing yet: the first write begins the store"
     return f"{len(found)} channels, {_ms(began)}"
@@ -307,12 +307,6 @@ async def _place(url: str) -> AsyncIterator[str]:
         yield f"file:{quote(str(place))}"
     finally:
         await asyncio.to_thread(PosixFiles().remove_tree, place)
-
-
-def directory_of(url: str) -> Path | None:
-    """The directory of a ``file:`` store; None for others."""
-    parts = urlsplit(url)
-    return Path(os.path.abspath(unquote(parts.path))) if parts.scheme == "file" else None
 
 
 async def _directory_checks(url: str, place: str, report: Report) -> None:

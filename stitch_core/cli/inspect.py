@@ -30,6 +30,7 @@ from .common import (
     absolute_path,
     add_command,
     age_text,
+    check_given,
     emit,
     opened_store,
     size_text,
@@ -61,6 +62,7 @@ def add_parser(commands: Commands) -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
+    check_given(options.what, "WHAT")
     if options.store is None:
         path = absolute_path(options.what)
         result = await asyncio.to_thread(inspect_path, path)
@@ -81,7 +83,7 @@ def as_text(value: Mapping[str, Any], indent: str = "") -> str:
         if isinstance(item, Mapping):
             lines += [f"{indent}{name}:", as_text(item, indent + "  ")] if item else []
         elif isinstance(item, list):
-            rows = [r if isinstance(r, str) else "  ".join(map(str, r.values())) for r in item]
+            rows = ["  ".join(map(str, r.values())) if isinstance(r, Mapping) else str(r) for r in item]
             lines += [f"{indent}{name}:", *(f"{indent}  {row}" for row in rows)] if rows else []
         elif item is not None:
             shown = size_text(item) if name.endswith("bytes") else item

@@ -1,10 +1,11 @@
-"""What this machine knows of the mount that a path is on."""
+"""Where on this machine a store is, and what is known of the mount that a path is on."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 
 def mount_kind(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -31,3 +32,9 @@ def is_read_only(path: Path) -> bool:
     while not path.exists():
         path = path.parent
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def directory_of(url: str) -> Path | None:
+    """The directory of a ``file:`` store; None for others."""
+    parts = urlsplit(url)
+    return Path(os.path.abspath(unquote(parts.path))) if parts.scheme == "file" else None

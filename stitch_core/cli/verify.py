@@ -28,6 +28,7 @@ from .common import (
     UsageError,
     absolute_path,
     add_command,
+    check_given,
     emit,
     opened_store,
     positive,
@@ -71,6 +72,7 @@ def add_parser(commands: Commands) -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
+    check_given(options.what, "VERSION|DIR")
     if options.store is None:
         result = await asyncio.to_thread(verify_directory, absolute_path(options.what), options.state)
     else:

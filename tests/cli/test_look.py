@@ -306,7 +306,7 @@ def test_verify_directories(run: Shell) -> None:
 def test_verify_a_host_checkpoint(run: Shell) -> None:
     work = run.root / "work"
     assert run.publish(run.learn("v4"), "--as-delta", "--work", work).code == 0
-    host = work / "host"
+    host = work / "stitch-scratch" / "host"
     found = run("verify", host, "--json").json
     assert (found["version"], found["problems"]) == ("r/weight_v000003", [])
     assert run("inspect", host, "--json").json["holds"] == "r/weight_v000003"
