@@ -267,7 +267,10 @@ def _scope(constraint: VersionConstraint, consumer: str | None) -> str:
 
     Empty for a request that does not name both. Raises VersionError.
     """
-    return "" if consumer is None or constraint.run is None else request_scope(constraint.run, consumer)
+    if consumer is None:
+        return ""
+    scope = request_scope(constraint.run or "any", consumer)
+    return "" if constraint.run is None else scope
 
 
 def _take_ids(body: dict[str, Any], scope: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from stitch_core.ports import Pool, Store
 from stitch_core.replica.auth import Tokens
 from stitch_core.replica.server import listen
 from stitch_core.requests import Refused, json_object
-from stitch_core.versions import Refusal, VersionError, check_run_id, unavailable
+from stitch_core.versions import Refusal, VersionError, check_run_id, malformed, unavailable
 
 from .attempt import FAILURES, Attempt
 from .auth import GatewayGuard
@@ -173,12 +173,15 @@ class Gateway:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = json_object(await read_body(request))
-        rid = body.get("rid")
-        if HEADER_FORWARDED in request.headers and body.get("abort_all"):
+        rid, everybody = body.get("rid"), body.get("abort_all")
+        if everybody is not None and not isinstance(everybody, bool):
+            # What is merely not false, "false" for one, must not end a consumer's whole step.
+            raise Refused(malformed(f"abort_all must be true or false, not {str(everybody)[:80]!r}"))
+        if HEADER_FORWARDED in request.headers and everybody:
             return await self._abort_forwarded(body)
-        if self.facade and body.get("abort_all") and not rid:
+        if self.facade and everybody and not rid:
             return await self.facade.abort_all(request)
-        if body.get("abort_all") or not isinstance(rid, str) or not rid:
+        if everybody or not isinstance(rid, str) or not rid:
             message = "abort_request needs the rid of one request: abort_all would reach everybody's"
             raise Refused(Refusal(403, "RouteBlocked", message, "never"))
         held = self.dispatcher.abort(rid)

@@ -53,15 +53,12 @@ class Consumers:
 
     def scope(self, headers: Mapping[str, str], run: str | None = None) -> Scope | None:
         """Whose request it is; None where no run is known. ``headers`` ignore case. Raises Refused (400)."""
-        run = run or headers.get(HEADER_RUN) or self.run
-        if run is None:
-            return None
-        scope = Scope(run, headers.get(HEADER_CONSUMER, self.default))
+        run, consumer = run or headers.get(HEADER_RUN, self.run), headers.get(HEADER_CONSUMER, self.default)
         try:
-            request_scope(scope.run, scope.consumer)
+            request_scope("any" if run is None else run, consumer)
         except VersionError as error:
             raise Refused(malformed(str(error))) from None
-        return scope
+        return None if run is None else Scope(run, consumer)
 
     async def demand(
         self, given: VersionConstraint, headers: Mapping[str, str], patience: float
