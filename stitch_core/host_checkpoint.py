@@ -10,24 +10,28 @@
 The marker is a claim and the hash of the data is the proof: nothing is held that was not hashed by this
 process. A plan is verified to its last byte before the first is written. Deltas are applied in place; since
 XOR must never be applied twice, every tensor's own digest says how far it has come, and the journal makes
-sure that it has one. A full is written beside the data and takes its place when the marker says so.
+sure that it has one, or that it is known how much of it was written. A full is written beside the data and
+takes its place when the marker says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from .applying import Applying
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
+from .delta.stream import PART_BYTES
 from .dialects import INDEX_NAME
 from .host_data import copy_files, make_durable_dirs, open_with_index, side_files
-from .host_marker import Holding, Interrupted, Marker
+from .host_marker import Holding, Interrupted, Marker, Partials, partials_from_json
+from .in_place import records
 from .journal import Journal
 from .lineage import Plan, Source
 from .manifest import Manifest
@@ -39,8 +43,8 @@ from .versions import directory_name
 __all__ = ["Holding", "HostCheckpoint", "HostCheckpointError", "Interrupted", "RepresentationInvalid"]
 
 BATCH_BYTES = 64 << 20
-BATCH_SHARE = 50
-"""The journal's bound: this share of the model, and ``BATCH_BYTES`` for small ones."""
+BATCH_SHARE = 110
+"""The journal's bound: below 1 % of the model with what else is in it, and ``BATCH_BYTES`` for small ones."""
 
 _LINK = re.compile(r"weight_v[0-9]{6,}\Z")
 
@@ -64,8 +68,12 @@ class HostCheckpoint:
         nonce: Callable[[], str] = lambda: secrets.token_hex(8),
         batch_bytes: int | None = None,
         workers: int | None = None,
+        part_bytes: int = PART_BYTES,
     ) -> None:
-        """``batch_bytes`` bounds a journal's record, and ``workers`` are threads; by default as fits."""
+        """``batch_bytes`` bounds a journal's record, and ``workers`` are threads; by default as fits.
+
+        ``part_bytes``, a multiple of 8, are compared and written at a time.
+        """
         self.root = root
         self.files = files
         self.holding: Holding | None = None
@@ -75,6 +83,8 @@ class HostCheckpoint:
         self._nonce = nonce
         self._batch_bytes = batch_bytes
         self._workers = workers or default_workers()
+        self._part_bytes = part_bytes
+        self._partials: Partials = {}
         self._journal = Journal(root / "journal", files)
         self._data: Path | None = None
         self._checkpoint: Checkpoint | None = None
@@ -123,6 +133,7 @@ class HostCheckpoint:
 
     def _recover(self) -> Holding | None:
         self._unsettled = True
+        self._partials = {}
         self._hold_none("it is empty")
         self._data = self._checkpoint = None
         marker = self._read_marker()
@@ -140,9 +151,9 @@ class HostCheckpoint:
         """Finish what the journal holds, and find out by hashing which version the data is."""
         try:
             if marker.target is not None:
-                self._journal.redo(marker.tag, data, workers=self._workers)
+                self._redo(marker, data)
             self._checkpoint = Checkpoint.open(data, self.files)
-            table = self._checkpoint.table()
+            table = self._checkpoint.table(self._workers)
         except (ValueError, FileNotFoundError) as error:  # ValueError also from writing past a file's end
             self._hold_none(f"its data is damaged: {error}")
             return
@@ -156,6 +167,13 @@ class HostCheckpoint:
         else:
             self._interrupt(marker)
             self.table = table
+
+    def _redo(self, marker: Marker, data: Path) -> None:
+        """Carry out the journal's record, if it is one of this marker's, and note what is partial then."""
+        note = self._journal.redo(marker.tag, data, workers=self._workers)
+        self._partials = marker.partials if note is None else partials_from_json(note["partials"])
+        if self._partials != marker.partials:  # which the next record is not to take away
+            self._write_marker(dataclasses.replace(marker, partials=self._partials))
 
     def _read_marker(self) -> Marker | None:
         path = self.root / "marker.json"
@@ -182,7 +200,7 @@ class HostCheckpoint:
                 names = [*boot.weight_files, *index, *side_files(self.files, source)]
                 copy_files(self.files, source, data, names)
                 checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table()
+                table = checkpoint.table(self._workers)
                 state = state_digest(table)
                 if state != version0.state:
                     raise HostCheckpointError(
@@ -225,8 +243,8 @@ class HostCheckpoint:
         if any(delta.representation.encoding == "sparse" for delta in plan.deltas):
             names |= self._checkpoint.tensors.keys()  # what is in sparse files is known when they are there
         sizes = [ref.nbytes for name, ref in self._checkpoint.tensors.items() if name in names]
-        # A record ends after the tensor with which it passes the bound.
-        journal = min(sum(sizes), self._bound() + max(sizes, default=0))
+        # A record ends after the part with which it passes the bound.
+        journal = min(sum(sizes), self._bound() + self._part_bytes)
         return need + max(0, journal + 200 * len(sizes) + sum(sizes) // 10_000 - self._journal.size())
 
     def _bound(self) -> int:
@@ -244,20 +262,24 @@ class HostCheckpoint:
         try:
             deltas = PlanDeltas(base, plan.deltas, directory_of, self.files)
             _check_target(plan, deltas)
-            marker = Marker(data.name, held, Holding.of(plan.target), self._nonce())
-            applying = Applying(checkpoint, deltas, self.table, self._workers)
-            todo, begun = applying.todo(), False
-            while todo:
-                # All that is left is verified before the first byte is written; what does not fit the
-                # journal is computed again when its turn comes.
-                done = self._journaled(applying, todo, marker.tag, verify_all=not begun)
-                if not begun:
-                    self._begin(marker)
-                begun = True
-                if not self._journal.redo(marker.tag, data, workers=self._workers):
-                    raise OSError(errno.EIO, "the journal is not what was written into it", str(self.root))
-                self.table.update((name, deltas.final[name]) for name in done)
-                todo = applying.todo()
+            marker = Marker(data.name, held, Holding.of(plan.target), self._nonce(), self._partials)
+            applying = Applying(
+                checkpoint, deltas, self.table, self._workers, self._partials, self._part_bytes
+            )
+            with contextlib.closing(records(applying, self._journal, marker.tag, self._bound())) as sealed:
+                for i, record in enumerate(sealed):
+                    if i == 0:
+                        self._begin(marker)
+                    if self._journal.redo(marker.tag, data, workers=self._workers) is None:
+                        raise OSError(
+                            errno.EIO, "the journal is not what was written into it", str(self.root)
+                        )
+                    self.table.update((name, deltas.final[name]) for name in record.done)
+                    for name in record.partials:
+                        self.table[name] = dataclasses.replace(self.table[name], digest="")
+                    if record.partials != marker.partials:
+                        marker = dataclasses.replace(marker, partials=record.partials)
+                        self._write_marker(marker)
         except (CopyDamaged, CheckpointError) as error:
             self._hold_none(f"its data is damaged: {error}")
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}") from error
@@ -293,24 +315,6 @@ class HostCheckpoint:
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}")
         return self.interrupted.base, base
 
-    def _journaled(self, applying: Applying, todo: Sequence[str], tag: str, *, verify_all: bool) -> list[str]:
-        """Make a record of as many tensors as fit, durable; their names."""
-        record, bound = self._journal.record(tag), self._bound()
-        done: list[str] = []
-        applying.wish.writes = True
-        with contextlib.closing(applying.writes(todo)) as found:
-            for name, writes in found:
-                if not applying.wish.writes:
-                    continue
-                record.add(writes)
-                done.append(name)
-                if record.size >= bound:
-                    applying.wish.writes = False
-                    if not verify_all:
-                        break
-        record.seal()
-        return done
-
     def _apply_full(self, plan: Plan, full: Source, directory_of: Callable[[Source], Path]) -> None:
         names = [file.name for file in full.representation.files]
         with self._new_data() as data:
@@ -319,14 +323,15 @@ class HostCheckpoint:
                 copy_files(self.files, self._data, data, self._sides(names))
             try:
                 checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table()
+                table = checkpoint.table(self._workers)
             except CheckpointError as error:
                 raise RepresentationInvalid(full.digest(), f"{full.version}: {error}") from error
             self._check_full(full, table)
             deltas = PlanDeltas(table, plan.deltas, directory_of, self.files)
             _check_target(plan, deltas)
             try:
-                Applying(checkpoint, deltas, table, self._workers).rewrite()
+                applying = Applying(checkpoint, deltas, table, self._workers, part_bytes=self._part_bytes)
+                applying.rewrite(directory_of(full))
             except (CopyDamaged, CheckpointError) as error:
                 raise HostCheckpointError(f"{data} was damaged while it was being made: {error}") from error
             for file in checkpoint.weight_files if plan.deltas else ():
@@ -393,7 +398,7 @@ class HostCheckpoint:
         self.files.rename(temporary, link)
         self._remove_links(keep=link.name)
         self._data, self._checkpoint, self.table = checkpoint.directory, checkpoint, dict(table)
-        self.holding, self.interrupted, self.problem = holding, None, None
+        self.holding, self.interrupted, self.problem, self._partials = holding, None, None, {}
         self._unsettled = False
 
     def _hold_none(self, problem: str) -> None:

@@ -6,9 +6,9 @@ each of its ranges whole. A range is either all of its bytes, or the elements of
 new values: what a crash leaves of the others is right in either state.
 
 Format: ``STJRNL2\\n``, u64 LE offset and u64 LE length of a JSON object, 16 bytes xxh3-128 of all from byte
-40 to its end; the ranges' bodies from byte 40 on, one after another; the object {"tag", "ranges": [[file,
-offset, bytes, width, changes, stored bytes], ...]}. With width 0 a body is the range's bytes, else a block as
-in a sparse file (docs/format.md), with new values in place of XOR values.
+40 to its end; the ranges' bodies from byte 40 on, one after another; the object {"tag", "note", "ranges":
+[[file, offset, bytes, width, changes, stored bytes], ...]}. With width 0 a body is the range's bytes, else a
+block as in a sparse file (docs/format.md), with new values in place of XOR values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import functools
 import json
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -40,6 +41,7 @@ _DENSE = 4
 """With more than one changed element in so many, all bytes take no more room than the changes."""
 
 
+_PROBE = 1 << 14
 _NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
 
@@ -61,10 +63,15 @@ class Write:
     @classmethod
     def difference(cls, file: str, offset: int, old: ByteArray, new: ByteArray, width: int) -> Write | None:
         """What turns ``old`` at ``offset`` into ``new``; None if they are equal."""
+        most = new.size // width // _DENSE
+        # Positions take many times the bytes where most change: there they are counted first.
+        looks_dense = np.count_nonzero(old[:_PROBE] != new[:_PROBE]) > min(_PROBE, new.size) // (2 * _DENSE)
+        if looks_dense and np.count_nonzero(old.view(f"<u{width}") != new.view(f"<u{width}")) > most:
+            return cls(file, offset, new.tobytes())
         positions, _ = scan(old, new, width)
         if positions.size == 0:
             return None
-        if positions.size > new.size // width // _DENSE:
+        if positions.size > most:
             return cls(file, offset, new.tobytes())
         values = new.view(f"<u{width}").take(positions)
         return cls(file, offset, encode_block(positions, values), width, new.size, positions.size)
@@ -79,6 +86,11 @@ class _Range:
     changes: int
     at: int
     stored: int
+
+
+class _Sealed(NamedTuple):
+    ranges: list[_Range]
+    note: dict[str, Any]
 
 
 class Journal:
@@ -106,19 +118,23 @@ class Journal:
         record = self.record(tag)
         record.add(writes)
         record.seal()
-        if not self.redo(tag, directory):
+        if self.redo(tag, directory) is None:
             raise OSError(errno.EIO, "the journal is not what was written into it", str(self._path))
 
-    def redo(self, tag: str, directory: Path, *, workers: int = 1) -> bool:
-        """Do the record of ``tag`` and make it durable; False if there is none. OSError if a file is lost."""
-        ranges = self._ranges(tag)
-        if ranges is None:
-            return False
+    def redo(self, tag: str, directory: Path, *, workers: int = 1) -> dict[str, Any] | None:
+        """Do the record of ``tag`` and make it durable; its note, None if there is no such record.
+
+        OSError if a file is lost.
+        """
+        record = self._read(tag)
+        if record is None:
+            return None
+        ranges = record.ranges
         for _ in in_order((functools.partial(self._write, directory, one) for one in ranges), workers):
             pass
         for file in sorted({one.file for one in ranges}):
             self._files.sync(directory / file)
-        return True
+        return record.note
 
     def _write(self, directory: Path, one: _Range) -> None:
         path = directory / one.file
@@ -143,8 +159,8 @@ class Journal:
         there.view(values.dtype)[positions] = values
         self._files.write_at(path, one.offset + first, there.data)
 
-    def _ranges(self, tag: str) -> list[_Range] | None:
-        """The valid record's ranges."""
+    def _read(self, tag: str) -> _Sealed | None:
+        """The valid record."""
         size = self.size()
         head = self._files.read(self._path, 0, _HEAD.size) if size >= _HEAD.size else b""
         if head[:8] != MAGIC or len(head) < _HEAD.size:
@@ -164,7 +180,7 @@ class Journal:
         for file, offset, nbytes, width, changes, stored in record["ranges"]:
             ranges.append(_Range(file, offset, nbytes, width, changes, at, stored))
             at += stored
-        return ranges
+        return _Sealed(ranges, record.get("note", {}))
 
 
 class Record:
@@ -205,9 +221,9 @@ class Record:
         self._spooled += self._waiting_bytes
         self._waiting, self._waiting_bytes = [], 0
 
-    def seal(self) -> None:
-        """Durable from here on."""
-        text = json.dumps({"tag": self._tag, "ranges": self._ranges}).encode()
+    def seal(self, note: Mapping[str, Any] | None = None) -> None:
+        """Durable from here on, with a ``note`` for whoever carries it out: a JSON object."""
+        text = json.dumps({"tag": self._tag, "note": note or {}, "ranges": self._ranges}).encode()
         end = self.size + _HEAD.size
         self._digest.update(text)
         self._waiting.append(text)

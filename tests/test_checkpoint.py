@@ -224,6 +224,11 @@ class SparseFile(PosixFiles):
             result[begin - offset : begin - offset + len(piece)] = piece
         return bytes(result)
 
+    def read_into(self, path: Path, offset: int, out: memoryview) -> int:
+        data = self.read(path, offset, len(out))
+        out[: len(data)] = data
+        return len(data)
+
 
 def test_C16_a_tensor_over_4_GiB_without_4_GiB_of_memory() -> None:
     huge = (1 << 32) + (1 << 20) + 3

@@ -27,7 +27,7 @@ LAYOUT: dict[str, tuple[str, tuple[int, ...]]] = {
     **{f"norm.{i}": ("F32", (999,)) for i in range(6)},
 }
 BATCH = 100_000
-"""Bytes of a record of the journal: a plan takes several."""
+"""Bytes of a record of the journal: a plan takes several, which end within tensors."""
 
 
 @pytest.fixture(params=["disk", "tmpfs"])
@@ -60,7 +60,7 @@ def plans(run: RunBuilder) -> tuple[Plan, Plan]:
 def move_for_ever(root: Path, seeds: Path) -> None:
     """What the child does."""
     run = build(seeds)
-    host = HostCheckpoint(root / "host", FILES, batch_bytes=BATCH, workers=2)
+    host = HostCheckpoint(root / "host", FILES, batch_bytes=BATCH, part_bytes=1 << 16, workers=2)
     host.open()
     print("open", flush=True)
     while True:
@@ -74,7 +74,7 @@ def move_for_ever(root: Path, seeds: Path) -> None:
 def test_kill_9_at_any_moment(root: Path) -> None:
     """Whatever was under way is finished from the journal, or the plan's files; nothing is ever torn."""
     run = build(root / "run")
-    host = HostCheckpoint(root / "host", FILES, batch_bytes=BATCH, workers=2)
+    host = HostCheckpoint(root / "host", FILES, batch_bytes=BATCH, part_bytes=1 << 16, workers=2)
     host.open()
     host.seed(run.boot, run.versions[0])
     host.close()

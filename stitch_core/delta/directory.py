@@ -19,7 +19,7 @@ from ..ports import Files, write_atomic
 from ..safetensors import Header, Tensor, TensorRef, read_header, write_file
 from .apply import APPLY
 from .sparse_file import SparseFile
-from .wire import DeltaError
+from .wire import READ_BYTES, DeltaError, FrameFile
 
 SHARD_BYTES = 1 << 30
 
@@ -113,6 +113,17 @@ class DeltaDirectory:
     def read(self, name: str) -> bytes:
         """A tensor's zstd frame; not for sparse files, which have none."""
         return _read(self.files, self.payloads[name])
+
+    def frame(self, name: str) -> bytes | FrameFile:
+        """As ``read``, but a large frame is read as it is needed."""
+        frame = self.payloads[name].frame
+        if frame.nbytes <= READ_BYTES:
+            return self.read(name)
+
+        def read(offset: int, count: int) -> bytes:
+            return self.files.read(frame.file, frame.offset + offset, count)
+
+        return FrameFile(read, frame.nbytes)
 
 
 def write_delta(

@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ..lineage import Source, Undo
-from ..ports import Buffer, Files
-from ..safetensors import ByteArray, CheckpointError, as_bytes
+from ..ports import Files
+from ..safetensors import ByteArray, CheckpointError
 from ..state import TensorInfo, TensorTable, state_digest, tensor_digest
 from .directory import DeltaDirectory
-from .one_pass import apply_in_place
-from .stream import stream
+from .segments import SEGMENT_BYTES, Segments
+from .stream import PART_BYTES, Read, digest_after, stream
 from .wire import DeltaError
+
+LARGE_BYTES = 2 * SEGMENT_BYTES
+
+Zones = Sequence[tuple[int, str]]
+"""What a tensor's bytes are: up to each ascending end, the last one its size, those of the version of it with
+that digest."""
+
+_EMPTY = tensor_digest(b"")
 
 
 class RepresentationInvalid(Exception):
@@ -78,60 +84,72 @@ class PlanDeltas:
         """Tensors in at least one of the deltas."""
         return frozenset(self._steps)
 
-    def compute(self, name: str, old: Buffer, digest: str) -> ByteArray:
-        """The final bytes of a tensor, verified; ``old`` are its bytes now, and ``digest`` theirs.
-
-        ``digest`` may be that of any point on the way, as an interrupted apply leaves it. Raises
-        RepresentationInvalid, and CopyDamaged when ``old`` does not have that digest.
-        """
-        steps = self._left(name, digest)
-        new = as_bytes(old).copy()
-        try:
-            digest = apply_in_place(new, name, [step.directory for step in steps])
-        except DeltaError:
-            digest = ""
-        if digest != steps[-1].new:
-            _find_fault(name, old, steps)
-            raise CopyDamaged(f"tensor {name} was read twice with different bytes")
-        return new
-
     def parts(
-        self, name: str, size: int, read: Callable[[int, ByteArray], None], digest: str
+        self,
+        name: str,
+        size: int,
+        read: Read,
+        zones: Zones,
+        *,
+        original: Read | None = None,
+        part_bytes: int = PART_BYTES,
     ) -> Iterator[tuple[int, ByteArray, ByteArray]]:
-        """As ``compute``, part by part: (start, old bytes, new bytes), valid until the next.
+        """The final bytes of a tensor of ``size`` bytes: (start, old bytes, new bytes), valid until the next.
 
         They are verified when the last part is given; whoever took some before must forget them if this
-        raises. ``read`` fills an array with old bytes from an offset on.
+        raises: RepresentationInvalid, or CopyDamaged when the old bytes are not what ``zones`` says.
+        Whoever writes the new bytes over the old ones gives ``original``, which reads the old ones still.
         """
-
-        def whole() -> ByteArray:
-            old = np.empty(size, np.uint8)
-            read(0, old)
-            return old
-
-        steps = self._left(name, digest)
-        if size == 0 or any(step.directory.index.encoding == "overwrite" for step in steps):
-            old = whole()
-            new = self.compute(name, old.data, digest)
-            if size:
-                yield 0, old, new
-            return
+        low, firsts = self._left(name, zones)
+        steps = self._steps[name][low:]
+        directories = [step.directory for step in steps]
         try:
-            for start, old, new, final in stream(name, size, read, [step.directory for step in steps]):
-                if final and final != steps[-1].new:
+            found = stream(name, size, read, directories, zones=firsts, part_bytes=part_bytes)
+            for start, old, new, digest in found:
+                if digest and digest != steps[-1].new:
                     raise DeltaError("another digest")
                 yield start, old, new
-        except DeltaError:
-            self.compute(name, whole().data, digest)  # which finds whose fault it is
-            raise CopyDamaged(f"tensor {name} was read twice with different bytes") from None
+            if size == 0 and steps[-1].new != _EMPTY:
+                raise DeltaError("another digest")
+        except DeltaError as error:
+            raise self.fault(name, size, original or read, zones) from error
 
-    def _left(self, name: str, digest: str) -> list[_Step]:
-        """The steps that tensor ``name`` of that digest has before it."""
-        steps = self._steps[name]
-        starts = [i for i, step in enumerate(steps) if step.old == digest]
-        if not starts:
-            raise CopyDamaged(f"tensor {name} is {digest}, which no step of the plan starts from")
-        return steps[starts[-1] :]
+    def knows(self, name: str, digest: str) -> bool:
+        """Whether a step of the plan begins or ends where tensor ``name`` has that digest."""
+        return any(digest in (step.old, step.new) for step in self._steps[name])
+
+    def segments(self, name: str, size: int, zones: Zones) -> Segments | None:
+        """A large tensor in segments, where all that is left of its deltas is sparse; None if it is not.
+
+        Their DeltaError is one for ``fault``.
+        """
+        if size < LARGE_BYTES or len(zones) > 1:
+            return None
+        low, _ = self._left(name, zones)
+        steps = self._steps[name][low:]
+        if not all(name in step.directory.sparse for step in steps):
+            return None
+        return Segments(name, size, [step.directory.sparse[name] for step in steps], steps[-1].new)
+
+    def fault(self, name: str, size: int, read: Read, zones: Zones) -> Exception:
+        """Why a tensor does not become what it should: RepresentationInvalid, or CopyDamaged."""
+        if len(zones) > 1:
+            return CopyDamaged(f"tensor {name}, of which a part was written, does not become what it should")
+        low, _ = self._left(name, zones)
+        return _find_fault(name, size, read, self._steps[name][low:])
+
+    def _left(self, name: str, zones: Zones) -> tuple[int, list[tuple[int, int]]]:
+        """The first step that is left for any byte, and for each zone its end and first step, from there."""
+        steps, firsts = self._steps[name], []
+        for end, digest in zones:
+            starts = [i for i, step in enumerate(steps) if step.old == digest]
+            if digest == steps[-1].new:
+                starts = [len(steps)]
+            if not starts:
+                raise CopyDamaged(f"tensor {name} is {digest}, which no step of the plan starts from")
+            firsts.append((end, starts[-1]))
+        low = min(min(first for _, first in firsts), len(steps) - 1)
+        return low, [(end, first - low) for end, first in firsts]
 
 
 def changes_of(delta: Source, directory: DeltaDirectory) -> Mapping[str, tuple[str, str]]:
@@ -188,22 +206,22 @@ def open_delta(delta: Source, path: Path, files: Files) -> DeltaDirectory:
     return directory
 
 
-def _find_fault(name: str, old: Buffer, steps: Sequence[_Step]) -> None:
-    """Raise for the step that goes wrong, or for the bytes it starts from."""
-    digest = tensor_digest(as_bytes(old).data)
+def _find_fault(name: str, size: int, read: Read, steps: Sequence[_Step]) -> Exception:
+    """The first step that goes wrong, or the bytes that they start from."""
+    digest = digest_after(name, size, read, [])
     if digest != steps[0].old:
-        raise CopyDamaged(
+        return CopyDamaged(
             f"tensor {name} is {digest}, it was {steps[0].old} when it was last written or read"
         )
-    data = as_bytes(old).copy()
-    for step in steps:
+    for i, step in enumerate(steps):
         where = f"tensor {name} in {step.directory.path}"
         try:
-            digest = apply_in_place(data, name, [step.directory])
+            digest = digest_after(name, size, read, [each.directory for each in steps[: i + 1]])
         except DeltaError as error:
-            raise _invalid(step.delta, f"{where}: {error}") from error
+            return _invalid(step.delta, f"{where}: {error}")
         if digest != step.new:
-            raise _invalid(step.delta, f"{where} becomes {digest}, the manifest says {step.new}")
+            return _invalid(step.delta, f"{where} becomes {digest}, the manifest says {step.new}")
+    return CopyDamaged(f"tensor {name} was read twice with different bytes")
 
 
 def _invalid(source: Source, message: str) -> RepresentationInvalid:

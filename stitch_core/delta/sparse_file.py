@@ -7,8 +7,10 @@ covers every byte. Layout: docs/format.md, "Sparse files".
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,6 +34,11 @@ SMALL_BYTES = 256 << 10
 """Tensors below this come after the others of their width, and share blocks."""
 
 MAX_TABLE_BYTES = 256 << 20
+
+DENSE_CHANGES = 1 << 19
+"""Decoding more takes many times the weights' bytes of memory: one such block at a time."""
+
+_DENSE = threading.Lock()
 
 _HEAD = struct.Struct("<8sII")
 _FOOT = struct.Struct(
@@ -64,6 +71,11 @@ class Piece(NamedTuple):
     end: int
     positions: Positions
     values: Values
+
+    def since(self, start: int, width: int) -> Piece:
+        """What of it lies at byte ``start`` or after."""
+        first = int(np.searchsorted(self.positions, start // width))
+        return Piece(start, self.end, self.positions[first:], self.values[first:])
 
 
 def order(name: str, nbytes: int, width: int) -> tuple[int, bool, bytes]:
@@ -207,25 +219,38 @@ class SparseFile:
         """Changed elements in all."""
         return int(self._tables.changes.sum())
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        """The changes of a tensor, in order; the pieces cover it without gaps. DeltaError."""
+    def pieces(self, name: str, start: int = 0, end: int | None = None) -> Iterator[Piece]:
+        """The changes of a tensor, in order; the pieces cover it without gaps. DeltaError.
+
+        With ``start`` and ``end``, bytes of the tensor on whole elements, those that cover what lies between,
+        none before ``start``.
+        """
         t, i = self._tables, self._index[name]
-        b = self._first_blocks[i]
+        base, b = int(t.starts[i]), self._first_blocks[i]
         shared = self._shared
         if shared is not None and shared.block == b and i in shared.whole:
-            yield shared.piece(i, 0, self.tensors[name].nbytes)
+            piece = shared.piece(i, 0, self.tensors[name].nbytes)
+            yield piece.since(start, int(t.widths[b])) if start else piece
             return
-        start, end = int(t.starts[i]), int(t.starts[i + 1])
-        while b < len(t.changes) and int(t.block_starts[b]) < end:
-            begin, stop, width = int(t.block_starts[b]), int(t.block_starts[b + 1]), int(t.widths[b])
-            if begin >= start and stop <= end:
-                positions, values = self.block(b)
-                if begin > start:
-                    positions += (begin - start) // width
-                yield Piece(begin - start, stop - start, positions, values)
-            else:
-                yield self._shared_block(b).piece(i, max(begin, start) - start, min(stop, end) - start)
+        limit = int(t.starts[i + 1]) if end is None else base + end
+        if start:
+            b = max(b, int(np.searchsorted(t.block_starts, base + start, "right")) - 1)
+        while b < len(t.changes) and int(t.block_starts[b]) < limit:
+            piece = self._piece(i, b)
+            yield piece.since(start, int(t.widths[b])) if piece.start < start else piece
             b += 1
+
+    def _piece(self, i: int, b: int) -> Piece:
+        """What block ``b`` has of tensor ``i``."""
+        t = self._tables
+        start, end = int(t.starts[i]), int(t.starts[i + 1])
+        begin, stop = int(t.block_starts[b]), int(t.block_starts[b + 1])
+        if begin < start or stop > end:
+            return self._shared_block(b).piece(i, max(begin, start) - start, min(stop, end) - start)
+        positions, values = self.block(b)
+        if begin > start:
+            positions += (begin - start) // int(t.widths[b])
+        return Piece(begin - start, stop - start, positions, values)
 
     def blocks(self) -> Iterator[tuple[int, int, Positions, Values]]:
         """Every block in order: its start in the byte space, its width, positions from its start, values."""
@@ -254,9 +279,10 @@ class SparseFile:
         """Read and decode block ``b``."""
         t = self._tables
         width = int(t.widths[b])
-        elements = int(t.block_starts[b + 1] - t.block_starts[b]) // width
+        elements, changes = int(t.block_starts[b + 1] - t.block_starts[b]) // width, int(t.changes[b])
         try:
-            return decode_block(self._stored(b), width, int(t.changes[b]), elements)
+            with _DENSE if changes > DENSE_CHANGES else contextlib.nullcontext():
+                return decode_block(self._stored(b), width, changes, elements)
         except DeltaError as error:
             raise DeltaError(f"{self.path}: block {b}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Applies the XOR deltas of a plan to one tensor part by part: memory does not grow with the tensor."""
+"""Applies the deltas of a plan to one tensor part by part: memory does not grow with the tensor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import zstandard
 
 from ..safetensors import ByteArray
 from .directory import DeltaDirectory
+from .overwrite import Changes
 from .sparse_file import SparseFile
-from .wire import DeltaError, FrameReader
+from .wire import DeltaError, FrameFile, FrameReader
 
 PART_BYTES = 2 << 20
 """Of this size a part's old and new bytes and what differs stay in the cache; a multiple of every width."""
 
+Read = Callable[[int, ByteArray], None]
+"""Fills an array with a tensor's old bytes from an offset on."""
 
+_NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
 
 
@@ -30,52 +34,83 @@ class _Feed(Protocol):
 
 
 def stream(
-    name: str, size: int, read: Callable[[int, ByteArray], None], deltas: Sequence[DeltaDirectory]
+    name: str,
+    size: int,
+    read: Read,
+    deltas: Sequence[DeltaDirectory],
+    *,
+    zones: Sequence[tuple[int, int]] = (),
+    part_bytes: int = PART_BYTES,
 ) -> Iterator[tuple[int, ByteArray, ByteArray, str]]:
     """Each part of a tensor of ``size`` bytes as (start, old bytes, new bytes, xxh3-128 of the new so far).
 
-    ``read`` fills an array with the old bytes from an offset on. Both arrays are valid until the next part,
-    and this thread's. The digest is hex, and empty before the last part; a tensor without bytes has no part.
-    Raises DeltaError; of an ``overwrite`` delta always, which has no parts.
+    Both arrays are valid until the next part, and this thread's. The digest is hex, and empty before the
+    last part; a tensor without bytes has no part. With ``zones``, ascending (end, first), the bytes up to
+    each end have the deltas before ``first`` in them already. Raises DeltaError.
     """
     feeds = [_feed(delta, name, size) for delta in deltas]
     hasher = xxhash.xxh3_128()
-    for start in range(0, size, PART_BYTES):
-        length = min(PART_BYTES, size - start)
-        old, new = _buffers(length)
-        read(start, old)
-        np.copyto(new, old)
-        for feed in feeds:
-            feed.apply(new, start)
-        hasher.update(new.data)
-        last = start + length == size
-        if last:
-            for feed in feeds:
-                feed.finish()
-        yield start, old, new, hasher.hexdigest() if last else ""
+    start = 0
+    for end, first in zones or [(size, 0)]:
+        while start < end:
+            length = min(part_bytes, end - start)
+            old, new = _buffer("old", length), _buffer("new", length)
+            read(start, old)
+            np.copyto(new, old)
+            for feed in feeds[:first]:
+                feed.apply(_buffer("passed", length), start)
+            for feed in feeds[first:]:
+                feed.apply(new, start)
+            hasher.update(new.data)
+            last = start + length == size
+            if last:
+                _finish(feeds)
+            yield start, old, new, hasher.hexdigest() if last else ""
+            start += length
+    if size == 0:
+        _finish(feeds)
 
 
-def _buffers(length: int) -> tuple[ByteArray, ByteArray]:
+def digest_after(name: str, size: int, read: Read, deltas: Sequence[DeltaDirectory]) -> str:
+    """The xxh3-128 of the tensor after ``deltas``, in hex; DeltaError."""
+    digest = xxhash.xxh3_128_hexdigest(b"")
+    for *_, so_far in stream(name, size, read, deltas):
+        digest = so_far
+    return digest
+
+
+def _finish(feeds: Sequence[_Feed]) -> None:
+    for feed in feeds:
+        feed.finish()
+
+
+def _buffer(use: str, length: int) -> ByteArray:
     """Memory that is not given back and faulted in again for each part."""
-    if not hasattr(_local, "buffers"):
-        _local.buffers = np.empty((2, PART_BYTES), np.uint8)
-    return _local.buffers[0, :length], _local.buffers[1, :length]
+    buffer: ByteArray = getattr(_local, use, _NOTHING)
+    if buffer.size < length:
+        buffer = np.empty(max(length, PART_BYTES), np.uint8)
+        setattr(_local, use, buffer)
+    return buffer[:length]
 
 
 def _feed(delta: DeltaDirectory, name: str, size: int) -> _Feed:
-    if delta.index.encoding == "overwrite":
-        raise DeltaError(f"{delta.path}: an overwrite of tensor {name} is applied as a whole")
     if name in delta.sparse:
-        return _Sparse(delta.sparse[name], name, size)
-    return _Xor(delta.read(name))
+        return SparseFeed(delta.sparse[name], name, size)
+    if delta.index.encoding == "overwrite":
+        return Changes(lambda: delta.frame(name), size)
+    return _Xor(delta.frame(name))
 
 
-class _Sparse:
-    def __init__(self, file: SparseFile, name: str, size: int) -> None:
+class SparseFeed:
+    """The changes of a sparse file between ``start``, from where on the parts come, and ``end``."""
+
+    def __init__(
+        self, file: SparseFile, name: str, size: int, start: int = 0, end: int | None = None
+    ) -> None:
         row = file.tensors[name]
         if row.nbytes != size:
             raise DeltaError(f"{file.path}: tensor {name} has {row.nbytes} bytes there, {size} here")
-        self._pieces, self._width, self._done = file.pieces(name), row.width, 0
+        self._pieces, self._width, self._done = file.pieces(name, start, end), row.width, start
         self._positions = np.empty(0, np.int64)
         self._values = np.empty(0, f"<u{row.width}")
 
@@ -99,7 +134,7 @@ class _Sparse:
 
 
 class _Xor:
-    def __init__(self, frame: bytes) -> None:
+    def __init__(self, frame: bytes | FrameFile) -> None:
         # Readers of one tensor take turns, so each has a decompressor of its own.
         self._reader = FrameReader(frame, zstandard.ZstdDecompressor())
         self._buffer = np.empty(0, np.uint8)

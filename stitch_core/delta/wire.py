@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, cast
 
 import numpy as np
 import zstandard
@@ -18,6 +19,8 @@ from ..safetensors import ByteArray
 
 LEVEL = 1
 CHUNK_BYTES = 1 << 20
+READ_BYTES = 1 << 20
+"""Of a payload that lies in a file, at a time."""
 
 _MAGIC = 0xFD2FB528
 _RLE, _RESERVED = 1, 3
@@ -48,16 +51,20 @@ def decompress(frame: Buffer, size: int) -> ByteArray:
 class FrameReader:
     """Reads a payload that must be exactly one frame, no more bytes than are asked for. DeltaError."""
 
-    def __init__(self, frame: Buffer, decompressor: zstandard.ZstdDecompressor | None = None) -> None:
+    def __init__(
+        self, frame: Buffer | FrameFile, decompressor: zstandard.ZstdDecompressor | None = None
+    ) -> None:
         """Readers that take turns need a ``decompressor`` each; else this thread's serves them all."""
-        length = frame_length(frame)
-        if length != len(frame):
-            raise DeltaError(
-                f"payload of {len(frame)} bytes is not one zstd frame, which ends at byte {length}"
-            )
+        self._file = frame if isinstance(frame, FrameFile) else None
+        if not isinstance(frame, FrameFile):
+            length = frame_length(frame)
+            if length != len(frame):
+                raise _not_one_frame(len(frame), length)
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
-        self._reader = (decompressor or _local.decompressor).stream_reader(frame)
+        self._reader = (decompressor or _local.decompressor).stream_reader(
+            cast(Any, frame), read_size=READ_BYTES
+        )
 
     def read_into(self, out: ByteArray) -> None:
         """Fill ``out``."""
@@ -72,6 +79,8 @@ class FrameReader:
         """Check that nothing is left."""
         if self.read_some(np.empty(1, np.uint8)):
             raise DeltaError("zstd frame holds more bytes than the tensor has")
+        if self._file is not None:
+            self._file.finish()
 
     def read_some(self, out: ByteArray) -> int:
         """Fill a part of ``out``, how much of it; 0 at the end."""
@@ -107,27 +116,88 @@ def content_size(frame: Buffer) -> int:
 
 
 def frame_length(data: Buffer) -> int:
-    """Bytes of the zstd frame that ``data`` starts with, by its block headers (RFC 8878, 3.1.1).
+    """Bytes of the zstd frame that ``data`` starts with. DeltaError if it does not end there."""
+    walk = _Walk()
+    walk.feed(data)
+    if walk.end is None:
+        raise DeltaError(f"zstd frame is cut short at {len(data)} bytes")
+    return walk.end
 
-    The library does not say where a frame ended, and its one-shot decoder drops what follows in silence.
+
+class FrameFile:
+    """A payload of ``size`` bytes that is read as it is needed, by ``read(offset, count)``."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
+        self._read, self._size, self._at, self._walk = read, size, 0, _Walk()
+
+    def read(self, count: int) -> bytes:
+        """The next bytes, as a decompressor asks for them."""
+        data = self._read(self._at, min(count, self._size - self._at)) if self._at < self._size else b""
+        self._at += len(data)
+        self._walk.feed(data)
+        return data
+
+    def finish(self) -> None:
+        """DeltaError unless the payload is one frame, to its last byte."""
+        while self._walk.end is None and self.read(READ_BYTES):
+            pass
+        if self._walk.end is None:
+            raise DeltaError(f"zstd frame is cut short at {self._at} bytes")
+        if self._walk.end != self._size:
+            raise _not_one_frame(self._size, self._walk.end)
+
+
+class _Walk:
+    """Follows a frame by its block headers (RFC 8878, 3.1.1) to where it ends.
+
+    The library does not say where that was, and its one-shot decoder drops what follows in silence.
     """
-    view = memoryview(data)
-    try:
-        magic, descriptor = struct.unpack_from("<IB", view)
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self._steps = self._headers()
+        self._wanted = next(self._steps)  # bytes of the next header
+        self._have = b""
+        self._skip = self._at = 0  # bytes before it; bytes that were fed
+
+    def feed(self, data: Buffer) -> None:
+        view = memoryview(data)
+        at = 0
+        while self.end is None:
+            passed = min(self._skip, len(view) - at)
+            self._skip -= passed
+            at += passed
+            if self._skip:
+                break
+            if self._wanted == 0:
+                self.end = self._at + at
+                break
+            taken = bytes(view[at : at + self._wanted - len(self._have)])
+            at += len(taken)
+            self._have += taken
+            if len(self._have) < self._wanted:
+                break
+            header, self._have = self._have, b""
+            self._wanted = self._steps.send(header)
+        self._at += len(view)
+
+    def _headers(self) -> Generator[int, bytes, None]:
+        """Asks for headers by their size, 0 at the end, and says how much lies between them."""
+        magic, descriptor = struct.unpack("<IB", (yield 5))
         if magic != _MAGIC:
             raise DeltaError("payload is not a zstd frame")
         single = descriptor >> 5 & 1
-        at = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3] + (single, 2, 4, 8)[descriptor >> 6]
+        self._skip = (1 - single) + (0, 1, 2, 4)[descriptor & 3] + (single, 2, 4, 8)[descriptor >> 6]
         last = False
         while not last:
-            header = view[at] | view[at + 1] << 8 | view[at + 2] << 16
+            header = int.from_bytes((yield 3), "little")
             last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
             if kind == _RESERVED:
-                raise DeltaError(f"zstd frame is damaged at byte {at}")
-            at += 3 + (1 if kind == _RLE else size)
-    except (IndexError, struct.error):
-        raise DeltaError(f"zstd frame is cut short at {len(view)} bytes") from None
-    at += 4 if descriptor >> 2 & 1 else 0
-    if at > len(view):
-        raise DeltaError(f"zstd frame is cut short, {len(view)} bytes of {at}")
-    return at
+                raise DeltaError("zstd frame is damaged: a block of a reserved kind")
+            self._skip = 1 if kind == _RLE else size
+        self._skip += 4 if descriptor >> 2 & 1 else 0
+        yield 0
+
+
+def _not_one_frame(size: int, end: int) -> DeltaError:
+    return DeltaError(f"payload of {size} bytes is not one zstd frame, which ends at byte {end}")

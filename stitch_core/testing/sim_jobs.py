@@ -143,7 +143,7 @@ class _Staging(SimulatedJob):
     def _stager(self, process: SimulatedProcess, anchors: ReplicaAnchors | None = None) -> Stager:
         world, files = self.world, self.machine.files(process)
         store = cast(Store, SlowStore(world.store(process), self.slow))
-        host = HostCheckpoint(self.root, files, nonce=world.nonce, batch_bytes=40, workers=1)
+        host = HostCheckpoint(self.root, files, nonce=world.nonce, batch_bytes=20, part_bytes=16, workers=1)
         return Stager(
             store, ChainReader(store), host, BOOT, files=files, clock=world.clock(), rng=world.random,
             run_blocking=world.loop.run_blocking, activity=lambda _: None, anchors=anchors,

@@ -95,7 +95,9 @@ class SimulatedReplica:
         files, clock = self.machine.files(process), world.clock()
         engine = SimulatedEngineClient(self.engine, process)
         gate = self.gate = Gate(clock)
-        host = HostCheckpoint(self._host_root, files, nonce=world.nonce, batch_bytes=40, workers=1)
+        host = HostCheckpoint(
+            self._host_root, files, nonce=world.nonce, batch_bytes=20, part_bytes=16, workers=1
+        )
         self.reconciler = reconciler = Reconciler(
             store=world.store(process), engine=engine, gate=gate, host=host, follow=self.follow, boot=BOOT,
             files=files, clock=clock, rng=world.random, run_blocking=world.loop.run_blocking,
