@@ -69,7 +69,7 @@ async def engine(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": events})
 
 
-def replica(tokens: Tokens | None = None) -> App:
+def replica(tokens: Tokens | None = None, engine: App = engine) -> App:
     """All that a replica puts before its engine."""
     clock = SystemClock()
     gate = Gate(clock, hold=0.0)
