@@ -109,8 +109,8 @@ def escaped(text: str, places: set[int], times: int) -> str:
 
 PIECES = st.sampled_from(
     ["/", "//", "/.", "/./", "/..", "/x/..", "/generate/..", "/generate/../", "/%2e%2e", "/..;", ";x=y",
-     "%2f", "%2F", "%5c", "\\", "%00", "%0a", "%09", "%20", "?", "?x=/generate", "#", "#/generate", "%23", "%3f",
-     "/generate", "/health", "%c0%ae", "%c0%af", "%e2%80%8b", "%", "%2", "%zz", "*", ":80", "@", "/*"]
+     "%2f", "%2F", "%5c", "\\", "%00", "%0a", "%09", "%20", "?", "?x=/generate", "#", "#/generate", "%23",
+     "%3f", "/generate", "/health", "%c0%ae", "%c0%af", "%e2%80%8b", "%", "%2", "%zz", "*", ":80", "@", "/*"]
 )  # fmt: skip
 
 
