@@ -27,15 +27,17 @@ class _Group:
     last: asyncio.TimerHandle | None = None
 
     def wake(self, room: float, *, patient: bool) -> bool:
-        """Wake as many as there is room for; whether that was all."""
+        """Wake those for whom there is room; whether that was all."""
+        all_of_them = True
         for waiter, sequences in self.waiters.items():
             if waiter.done():
                 continue
+            if sequences > room:  # smaller ones behind it may fit
+                all_of_them = False
+                continue
             room -= sequences
-            if room < 0:
-                return False
             waiter.set_result(patient)
-        return True
+        return all_of_them
 
     def wake_later(self, seconds: float) -> None:
         """Wake all, so long after this was asked first."""
