@@ -44,7 +44,8 @@ class Announcer:
                 with contextlib.suppress(StoreError):
                     await self._store.replace(self._key, canonical_json(record))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lifetime / 3):
+                # Not all replicas of a fleet that was started at once in the same second.
+                async with asyncio.timeout(self._lifetime / 3 * self._reconciler.rng.uniform(0.6, 1.0)):
                     await self._changed.wait()
 
     async def withdraw(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from stitch_core.replica.asgi import Receive, Scope, Send
 from stitch_core.replica.server import PortInUse, ServerEnded, listen, serve
 from stitch_core.replica.service import Announcer, live, replica_key
 from stitch_core.replica.staging import WrongBase
+from stitch_core.testing.loop import simulated_loop
 from stitch_core.versions import Refusal, VersionConstraint
 from tests.replica.following import Following
 from tests.small_run import Trainer
@@ -190,6 +194,28 @@ async def test_withdrawing_does_not_wait_for_ever(f: Following) -> None:
 async def test_withdrawing_from_a_store_that_is_down(f: Following) -> None:
     f.store.fail = lambda *_: Unavailable("down")
     await Announcer(f.store, f.reconciler, "one", "http://x").withdraw()
+
+
+def test_a_fleet_that_was_started_at_once_does_not_renew_its_records_in_the_same_second(f: Following) -> None:
+    seconds: Counter[int] = Counter()
+
+    async def count(key: str, data: bytes) -> None:
+        seconds[int(asyncio.get_running_loop().time())] += 1
+
+    f.store.replace = count  # type: ignore[method-assign]
+
+    async def announce() -> None:
+        fleet = [Announcer(f.store, f.reconciler, f"replica-{n}", "http://x").run() for n in range(100)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(120):
+                await asyncio.gather(*fleet)
+
+    with simulated_loop(random.Random(1)) as loop:
+        loop.run_until_complete(announce())
+    assert seconds[0] == 100
+    later = [seconds[at] for at in range(30, 120)]
+    assert sum(later) / len(later) >= 100 / 5  # each well before its record expires, after 15 s
+    assert max(later) < 2 * sum(later) / len(later)
 
 
 def test_replica_ids_are_checked() -> None:
