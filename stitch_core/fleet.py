@@ -57,41 +57,53 @@ def wanted_problem(value: object) -> str | None:
     )
 
 
-async def fleet(store: Store, run: str, number: int, now: float) -> Fleet:
+async def fleet(
+    store: Store, run: str, number: int, now: float, seen: dict[str, bytes] | None = None
+) -> Fleet:
     """The replicas that serve ``run``, or fetch it to serve it. Raises StoreError.
 
     ``now`` is wall time: a record that has expired is of a replica that is late or gone, and counts for
-    nothing.
+    nothing. ``seen``: the records of the look before, by key, and then of this one; a replica that was there
+    is not read again until its record expires, so that of 1,000 only those are that have yet to come.
     """
     limit = asyncio.Semaphore(PARALLEL_READS)
 
-    async def one(key: str) -> bytes | None:
+    async def one(key: str) -> tuple[str, bytes | None]:
         async with limit:
             try:
-                return (await store.load(key)).data
+                return key, (await store.load(key)).data
             except StoreError:
-                return None  # it left meanwhile, or it is counted the next time
+                return key, None  # it left meanwhile, or it is counted the next time
 
-    found = await asyncio.gather(*(one(entry.key) for entry in await store.list(RECORDS)))
-    return count([data for data in found if data is not None], run, number, now)
+    keys = [entry.key for entry in await store.list(RECORDS)]
+    before = seen or {}
+    records = {key: before[key] for key in keys if key in before and there(before[key], run, number, now)}
+    found = await asyncio.gather(*(one(key) for key in keys if key not in records))
+    records |= {key: data for key, data in found if data is not None}
+    if seen is not None:
+        seen.clear()
+        seen.update(records)
+    return count(list(records.values()), run, number, now)
 
 
 def count(records: Sequence[bytes], run: str, number: int, now: float) -> Fleet:
     """Records that cannot be read are of nobody."""
-    there = live = 0
-    for data in records:
-        try:
-            record: Any = json.loads(data)
-            if float(record["expires"]) <= now:
-                continue
-            applied = record["applied"] if record["run"] == run else None
-            if applied is None and not str(record["target"]).startswith(f"{run}/"):
-                continue
-            there += applied is not None and applied >= number
-            live += 1
-        except (ValueError, TypeError, KeyError):
-            continue
-    return Fleet(there, live)
+    live = [each for data in records if (each := there(data, run, number, now)) is not None]
+    return Fleet(sum(live), len(live))
+
+
+def there(data: bytes, run: str, number: int, now: float) -> bool | None:
+    """Whether the replica of a record serves the version or a later one; None: it counts for nothing."""
+    try:
+        record: Any = json.loads(data)
+        if float(record["expires"]) <= now:
+            return None
+        applied = record["applied"] if record["run"] == run else None
+        if applied is None and not str(record["target"]).startswith(f"{run}/"):
+            return None
+        return applied is not None and bool(applied >= number)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 async def wait_for_replicas(
@@ -104,9 +116,10 @@ async def wait_for_replicas(
     """
     deadline = clock.monotonic() + timeout
     seen, problem = Fleet(0, 0), ""
+    records: dict[str, bytes] = {}
     while True:
         try:
-            seen = await fleet(store, run, number, clock.time())
+            seen = await fleet(store, run, number, clock.time(), records)
             problem = ""
         except StoreError as error:
             problem = f" ({error})"

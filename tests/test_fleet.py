@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stitch_core.fleet import Fleet, count, read_wanted, wait_for_replicas
-from stitch_core.ports import Entry, Unavailable
+from stitch_core.fleet import Fleet, count, fleet, read_wanted, wait_for_replicas
+from stitch_core.ports import Blob, Entry, Unavailable
 from stitch_core.stores.memory import MemoryStore
 
 
@@ -110,5 +110,34 @@ def test_a_deadline_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
         late = await wait_for_replicas(away, "r", 7, 3, 5, clock=Ticking())
         assert late is not None
         assert late.endswith("0 of 0 live replicas serve it, 3 were asked for (no answer)")
+
+    asyncio.run(run())
+
+
+def test_who_is_there_is_not_read_again_until_its_record_expires() -> None:
+    class Reads(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys: list[str] = []
+
+        async def load(self, key: str) -> Blob:
+            self.keys.append(key.removeprefix("replicas/").removesuffix(".json"))
+            return await super().load(key)
+
+    async def run() -> None:
+        store, seen = Reads(), dict[str, bytes]()
+        for name, applied in (("a", 7), ("b", 6), ("c", 8)):
+            await store.replace(f"replicas/{name}.json", record(applied))
+        assert await fleet(store, "r", 7, 1000.0, seen) == Fleet(2, 3)
+        assert sorted(store.keys) == ["a", "b", "c"]
+        await store.replace("replicas/b.json", record(7))
+        await store.delete("replicas/c.json")
+        store.keys.clear()
+        assert await fleet(store, "r", 7, 1001.0, seen) == Fleet(2, 2)
+        assert store.keys == ["b"]
+        await store.replace("replicas/a.json", record(7, expires=1120.0))
+        store.keys.clear()
+        assert await fleet(store, "r", 7, 1060.0, seen) == Fleet(1, 1)
+        assert sorted(store.keys) == ["a", "b"]
 
     asyncio.run(run())
