@@ -19,6 +19,9 @@ PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/modal
 PYTHONPATH := $(PYTHONPATH):$(CURDIR)/plugins/recipes
 export PYTHONPATH
 
+# Tests start hundreds of processes: each would compile all of Stitch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Evaluated at first use, so that `make help` starts no Python.
 VENV = $(eval VENV := $$(shell $$(PYTHON) scripts/venv.py path))$(VENV)
 PY = $(VENV)/bin/python
@@ -38,9 +41,11 @@ PY_MILES = $(VENV_MILES)/bin/python
 
 # A skip for want of a module is a failure here: this environment has them all.
 PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
+# Who is done takes of the other's: files differ by minutes.
+PARALLEL = -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-sglang venv-miles venv-path demo demo-miles check test test-sglang test-miles test-long lint format bench clean
+.PHONY: help venv venv-sglang venv-miles venv-path demo demo-miles check test test-slow test-real test-sglang test-miles test-long promtool lint format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,13 +70,21 @@ demo-miles: venv-miles $(if $(filter sglang,$(ENGINE)),venv-sglang) ## the stock
 		$(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
 check: lint ## lint, types and the fast tests; under 2 minutes
-	$(PYTEST) -n 2
+	$(PYTEST) $(PARALLEL)
 
-test: check ## check, then the slow tests and those that start real servers; under 20 minutes
-	$(PYTEST) -n 2 -m "slow and not real and not long"
+test: export STITCH_HYPOTHESIS = full
+# Real servers wait for each other more than they compute: two tiers at once take little longer than one.
+test: promtool check venv-sglang venv-miles test-slow ## check, then the slow tests and those that start real servers; under 20 minutes
+	@$(PY) scripts/tiers.py 2 test-sglang test-real test-miles
+
+promtool: venv
+	@$(PY) scripts/promtool.py
+
+test-slow: venv ## the slow tests that start no servers; part of `make test`
+	$(PYTEST) $(PARALLEL) -m "slow and not real and not long"
+
+test-real: venv ## the tests that start real servers of Stitch; part of `make test`
 	$(PYTEST) -m "real and not long" -o faulthandler_timeout=900
-	$(MAKE) test-sglang
-	$(MAKE) test-miles
 
 test-sglang: venv-sglang ## the tests that start stock SGLang servers; part of `make test`
 	PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) STITCH_NO_SKIP=1 $(PY_SGLANG) -m pytest -W ignore \

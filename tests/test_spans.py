@@ -37,6 +37,7 @@ def pieces(numbers: list[int], spans: set[tuple[int, int]]) -> int:
     return len(cheapest_plan(target, [*deltas, *(sketch(*span) for span in spans)], {"s0"}).sources)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_at_most_seven_pieces_at_any_version() -> None:
     numbers = list(range(300))
     most = max(pieces(numbers[: head + 1], compacted(numbers[: head + 1])) for head in range(1, 300))

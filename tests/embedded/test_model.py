@@ -17,6 +17,7 @@ from stitch_embedded.weights import CheckpointError, CheckpointFiles, Weights
 from tests.embedded.models import config_json, live, random_tensors, save
 
 
+@pytest.mark.slow  # imports transformers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])

@@ -124,6 +124,7 @@ def trainer(tmp_path: Path, forge: subprocess.Popen[str]) -> Trainer:
     return Trainer(tmp_path, forge)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_", [False, True])
 def test_ranks_publish_together_and_fail_together(trainer: Trainer, async_: bool) -> None:
     ended = trainer.start(-1, 4, async_=async_, broken=not async_)
@@ -172,6 +173,7 @@ def kill(trainer: Trainer, rank: int, step: str, async_: bool) -> None:
     assert [number for number, _ in after[len(before) :]] == [head + 1, head + 2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on(trainer: Trainer) -> None:
     kill(trainer, 2, "upload", async_=False)
 

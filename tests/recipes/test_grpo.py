@@ -36,6 +36,7 @@ def test_clipping_stops_what_has_gone_far_enough(ratio: float, advantage: float,
     assert bool(logprob.grad.abs() > 0) == moves
 
 
+@pytest.mark.slow
 def test_a_step_prefers_the_better_answer() -> None:
     rng = random.Random(0)
     policy = Policy(seed=0)
@@ -60,6 +61,7 @@ def test_a_group_of_equal_rewards_teaches_nothing() -> None:
     assert all(torch.equal(now, before[name]) for name, now in policy.rollout_weights().items())
 
 
+@pytest.mark.slow
 def test_the_warm_up_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo, "WARMUP_STEPS", 1)
     policy = Policy(seed=0)

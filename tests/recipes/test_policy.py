@@ -58,6 +58,7 @@ def test_rollout_weights_do_not_follow_the_masters() -> None:
     assert torch.equal(weights["model.norm.weight"], before)
 
 
+@pytest.mark.slow
 def test_the_training_forward_is_transformers(checkpoint: Path) -> None:
     """fp32 against fp32 on the same BF16-rounded weights."""
     from transformers import Qwen3ForCausalLM

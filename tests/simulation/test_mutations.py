@@ -28,6 +28,7 @@ from stitch_core.testing.sim_world import World
 from stitch_core.testing.simulation import run_seed
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+SLOW = pytest.mark.slow  # many seeds go by before the first that shows it
 
 
 def method(owner: Any, name: str) -> Callable[[Any], Patch]:
@@ -224,20 +225,22 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
     [
         (relabels_without_copying, "anything", TRUTH | ARRIVES),
         (copies_what_the_delta_names, "c32", TRUTH | ARRIVES),
-        (goes_on_after_half_a_copy, "anything", TRUTH),
+        pytest.param(goes_on_after_half_a_copy, "anything", TRUTH, marks=SLOW),
         (never_resumes, "anything", ARRIVES | {PAUSE}),
         (prepares_in_the_pause, "anything", {PAUSE}),
         (never_drains, "c03", TRUTH),
-        (never_drains, "c21", TRUTH),
+        pytest.param(never_drains, "c21", TRUTH, marks=SLOW),
         (claims_the_admitted_version, "anything", TRUTH),
         (keeps_the_kv_it_says_it_drops, "anything", {"truth: the KV"}),
-        (trusts_the_marker, "anything", TRUTH | ARRIVES),
+        pytest.param(trusts_the_marker, "anything", TRUTH | ARRIVES, marks=SLOW),
         (has_no_timer, "c17", ARRIVES | {"scenario: it goes on"}),
         (stops_serving_without_a_store, "anything", ARRIVES | {"independence: it goes on serving"}),
         (stops_serving_without_a_store, "c18", {"scenario: c18", "scenario: it goes on"}),
         (swaps_before_the_upload, "anything", {"durable: every byte is there"}),
-        (takes_silence_for_success, "anything", {"durable: every byte is there"}),
-        (moves_the_head_without_a_condition, "anything", CHAIN),
+        pytest.param(
+            takes_silence_for_success, "anything", {"durable: every byte is there"}, marks=pytest.mark.slow
+        ),
+        pytest.param(moves_the_head_without_a_condition, "anything", CHAIN, marks=SLOW),
         (claims_without_an_epoch, "anything", {"truth: a claim changes nothing"}),
         (claims_with_an_old_nonce, "c07", {"truth: a claim is new"}),
         (resumes_in_what_was_given_up, "c35", {"scenario: it goes on", "scenario: c35"}),

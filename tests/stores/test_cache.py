@@ -291,7 +291,11 @@ class Failing(PosixFiles):
         super().remove(path)
 
 
-@pytest.mark.parametrize("error", [None, errno.ENOSPC, errno.EIO], ids=["dies", "full", "io"])
+@pytest.mark.parametrize(
+    "error",
+    [None, *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.ENOSPC, errno.EIO))],
+    ids=["dies", "full", "io"],
+)
 async def test_any_change_may_be_the_last(tmp_path: Path, error: int | None) -> None:
     quiet = Failing(10**9)
     host = Host(tmp_path / "quiet")

@@ -34,6 +34,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_setting_runs_one_that_is_started_again_and_ends_with_the_publisher(world: World) -> None:
     def train(group: object) -> int | None:
         publisher = world.publisher(group, compact=True)
@@ -91,6 +92,7 @@ def test_one_that_cannot_start_harms_nothing(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_embedded_publisher_has_it_too(world: World) -> None:
     store = world.root / "store"
     with PolicyPublisher.start(
