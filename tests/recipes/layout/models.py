@@ -6,6 +6,9 @@ from functools import cache
 from stitch_recipes import catalogue
 from stitch_recipes.schema import Checkpoint, Model
 
+LARGE = {"glm-5.2", "kimi-k2.6", "kimi-k3"}
+"""Seconds, at full size."""
+
 
 @cache
 def model(name: str) -> tuple[Model, dict[str, Checkpoint]]:

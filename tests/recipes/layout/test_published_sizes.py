@@ -6,9 +6,7 @@ import pytest
 
 from stitch_recipes.layout import formats
 from stitch_recipes.layout.tensors import tensors
-from tests.recipes.layout.models import checkpoints, model
-
-LARGE = {"glm-5.2", "kimi-k2.6", "kimi-k3"}
+from tests.recipes.layout.models import LARGE, checkpoints, model
 
 EXACT = {
     ("glm-4.7-flash", "bf16"): (9_703, 62_442_983_168),
