@@ -35,7 +35,7 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from benchmarks import traces
+from benchmarks import host_copy, traces
 from benchmarks.harness import Row, at_least, at_most, run, say
 from stitch_core.delta import DeltaDirectory, xor
 from stitch_core.delta.encoder import DeltaEncoder
@@ -454,6 +454,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield from encode_and_receive(work, size, rounds, options.quick)
         yield from fold(work, (4 if options.quick else 16) << 20, rounds, options.quick)
         yield from many(work, 6_000 if options.quick else 60_000, 3)
+        yield from host_copy.rows(work, (128 if options.quick else 512) << 20, 3 if options.quick else 5)
     finally:
         shutil.rmtree(work)
     with tempfile.TemporaryDirectory(prefix="stitch-delta-") as disk:
