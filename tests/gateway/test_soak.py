@@ -30,7 +30,9 @@ from stitch_gateway.app import run_gateway
 from stitch_gateway.pools import StaticPool
 
 VERSIONS = 5
-SECONDS = 6.0
+# Not for a time, but until this much was seen: a busy machine takes longer.
+ENOUGH = {"ok": 150, "spans": 5, 409: 1}
+PATIENCE = 120.0
 
 
 class Replica:
@@ -135,6 +137,11 @@ async def client(
         seen["spans"] += meta["weight_version_start"] != meta["weight_version_end"]
 
 
+async def enough(seen: Counter[Any]) -> None:
+    while any(seen[what] < least for what, least in ENOUGH.items()):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
 def last_event(data: bytes) -> Any:
     events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event.strip()]
     return json.loads(events[-2] if events[-1] == b"[DONE]" else events[-1])
@@ -161,18 +168,18 @@ async def test_every_answer_is_what_it_says(tmp_path: Path, seed: int) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         work = [asyncio.ensure_future(replica.live()) for replica in replicas]
         work += [asyncio.ensure_future(client(url, session, seed * 100 + i, states, seen)) for i in range(24)]
-        done, _ = await asyncio.wait(work, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        work.append(asyncio.ensure_future(enough(seen)))
+        done, _ = await asyncio.wait(work, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
         for task in done:
-            task.result()  # nobody ends but by a failed check
+            task.result()  # nobody else ends but by a failed check
+    assert done, f"not in {PATIENCE:g} s: {seen}"
     stop.set()
     await asyncio.gather(gateway, *servers)
     for replica in replicas:
         replica.listener.close()
         await replica.engine.close()
         assert replica.gate.active == 0
-    assert seen["ok"] > 100
-    assert seen["spans"] > 0
     assert not set(seen) - {"ok", "spans", "left", "cut stream", 409, 410, 503}
