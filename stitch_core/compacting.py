@@ -21,6 +21,7 @@ class CompactorProcess:
         self._command = [
             sys.executable, "-m", "stitch_core.cli", "compact", "--store", store, "--run", run,
             "--base", str(boot), "--work", str(work / "compact"), "--until-eof",
+            "--metrics", "",  # where the trainer's own are shown there is no room for another's
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

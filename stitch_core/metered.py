@@ -13,6 +13,7 @@ from .metrics_export import Exporter, from_environment
 from .ports import Clock
 
 if TYPE_CHECKING:
+    from .compactor import Pass
     from .manifest import Manifest
     from .retention import Sweep
 
@@ -92,6 +93,45 @@ class CompactorMetrics:
         self._seconds.observe(seconds, run)
         self._bytes.add(run, by=size)
         self._newest.set(number, run)
+
+
+class SpanMetrics:
+    """``stitch compact``."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter, r = exporter, exporter.registry
+        self._outcomes = r.counter(
+            "stitch_spans_passes_total", "Looks at the head, by what came of them.", ("run", "outcome")
+        )
+        self._seconds = r.histogram("stitch_spans_merge_seconds", "To fetch, merge and upload one.", ("run",))
+        self._bytes = r.counter("stitch_spans_bytes_total", "Bytes of uploaded spans.", ("run",))
+        self._read = r.counter("stitch_spans_read_bytes_total", "Bytes that they were made of.", ("run",))
+        self._deleted = r.counter("stitch_spans_deleted_total", "Aggregates that were replaced.", ("run",))
+        self._head = r.gauge("stitch_spans_head_version", "The head at the last look.", ("run",))
+        self._aggregate = r.gauge("stitch_spans_aggregate_version", "Where the newest one leads.", ("run",))
+        self._missing = r.gauge("stitch_spans_missing", "Spans that ought to be there and are not.", ("run",))
+        self._last = r.gauge(
+            "stitch_spans_last_success_timestamp_seconds", "The last pass without an error.", ("run",)
+        )
+
+    def passed(self, run: str, done: Pass | None, now: float) -> None:
+        """``done`` is what a pass did, None if it failed."""
+        if done is None:
+            self._outcomes.add(run, "failed")
+            self._exporter.changed(last=True)
+            return
+        outcome = "merged" if done.made else "left" if done.busy else "idle"
+        self._outcomes.add(run, outcome)
+        for made in done.made:
+            self._seconds.observe(made.seconds, run)
+            self._bytes.add(run, by=made.bytes)
+            self._read.add(run, by=made.read)
+        self._deleted.add(run, by=len(done.deleted))
+        self._head.set(done.head, run)
+        self._aggregate.set(done.aggregate, run)
+        self._missing.set(len(done.left) + len(done.problems), run)
+        self._last.set(now, run)
+        self._exporter.changed(last=outcome == "merged")
 
 
 class CollectorMetrics:

@@ -4,17 +4,20 @@ import logging
 import math
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stitch_core.claims import Fenced
+from stitch_core.compactor import Made, Pass
 from stitch_core.manifest import Manifest, Representation
-from stitch_core.metered import CollectorMetrics, CompactorMetrics, PublisherMetrics
+from stitch_core.metered import CollectorMetrics, CompactorMetrics, PublisherMetrics, SpanMetrics
 from stitch_core.metrics import MOST_SERIES, Registry
 from stitch_core.metrics_export import BadTarget, Exporter, from_environment
 from stitch_core.ports import SystemClock
+from stitch_core.records import Record
 from stitch_core.retention import Sweep
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -147,6 +150,27 @@ def test_what_a_publisher_counts() -> None:
     assert found[("stitch_publisher_head_version", (run,))] == 7
     assert found[("stitch_publisher_publish_seconds_count", (run,))] == 1
     assert found[("stitch_publisher_last_publish_timestamp_seconds", (run,))] > 1.7e9
+
+
+def test_what_a_compactor_of_spans_counts() -> None:
+    registry = Registry()
+    metrics = SpanMetrics(Exporter(registry, None))
+    representation = Representation("delta", base="sha256:" + "1" * 64, encoding="sparse")
+    made = Made(Record("r", 32, "sha256:" + "0" * 64, representation, 0), 3, 900, 2.5)
+    done = Pass(39, 0, 16, 12, ((0, 32),), False, (made,), ("runs/r/spans/x",), {(32, 36): "no"})
+    metrics.passed("r", done, 5.0)
+    metrics.passed("r", replace(done, made=(), deleted=(), left=(), busy=True), 6.0)
+    metrics.passed("r", replace(done, made=(), deleted=(), left=()), 7.0)
+    metrics.passed("r", None, 9.0)
+    found = samples(registry.render())
+    run = ("run", "r")
+    for outcome in ("merged", "left", "idle", "failed"):
+        assert found[("stitch_spans_passes_total", (("outcome", outcome), run))] == 1
+    assert found[("stitch_spans_last_success_timestamp_seconds", (run,))] == 7
+    assert found[("stitch_spans_missing", (run,))] == 1
+    assert found[("stitch_spans_read_bytes_total", (run,))] == 900
+    assert found[("stitch_spans_deleted_total", (run,))] == 1
+    assert found[("stitch_spans_merge_seconds_sum", (run,))] == 2.5
 
 
 def test_what_compactors_and_collectors_count(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..checkpoint import Checkpoint
 from ..compactor import GRACE, Compactor, Made, Pass
 from ..delta.sparse_file import width_of
 from ..files import PosixFiles
+from ..metered import SpanMetrics
 from ..ports import Store, StoreError, SystemClock
 from ..retry import Retry
 from ..scratch import own_directory, temporary_directory
@@ -26,9 +28,11 @@ from .common import (
     UsageError,
     absolute_path,
     add_command,
+    add_metrics,
     add_run,
     add_store,
     emit,
+    exported,
     interval,
     job_name,
     opened_store,
@@ -69,6 +73,7 @@ def add_parser(commands: Commands) -> None:
         "--grace", type=duration, default=GRACE, metavar="TIME",
         help="how long a replaced aggregate stays: 90s, 30m, 24h (1h)",
     )  # fmt: skip
+    add_metrics(parser)
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: the system's)"
     )
@@ -80,12 +85,13 @@ async def run(options: argparse.Namespace) -> int:
     threads, files = Threads(2, "stitch-compact"), PosixFiles()
     with contextlib.ExitStack() as stack:
         stack.callback(threads.close)
+        metrics = SpanMetrics(stack.enter_context(exported(options.metrics)))
         if options.work is not None:
             work = stack.enter_context(own_directory(options.work, files))
         else:
             work = stack.enter_context(temporary_directory(files))
         async with opened_store(options.store) as store:
-            job = _Job(options, store, work, threads, widths)
+            job = _Job(options, store, work, threads, widths, metrics)
             if options.follow or options.until_eof:
                 stop = stop_on_signals()
                 with contextlib.suppress(OSError):
@@ -119,8 +125,9 @@ class _Job:
         work: Path,
         threads: Threads,
         widths: dict[str, int] | None,
+        metrics: SpanMetrics,
     ) -> None:
-        self._options = options
+        self._options, self._metrics = options, metrics
         self._compactor = Compactor(
             store, options.run_id, work, job_name(), files=PosixFiles(), clock=SystemClock(),
             rng=random.Random(), run_blocking=threads, grace=options.grace, widths=widths, say=say,
@@ -129,6 +136,7 @@ class _Job:
     async def once(self) -> int:
         """1 if a span is missing in the end: another process is at it, or it cannot be made."""
         done = await self._compactor.compact()
+        self._metrics.passed(self._options.run_id, done, time.time())
         self._emit(done)
         return 1 if done.busy or done.problems else 0
 
@@ -140,11 +148,14 @@ class _Job:
             try:
                 task = asyncio.ensure_future(self._compactor.compact(stop.is_set))
                 done = await _or_stopped(task, stop)
+                if done is not None:
+                    self._metrics.passed(self._options.run_id, done, time.time())
                 if done is not None and (done.made or done.deleted):
                     self._emit(done)
                 failures, said = 0, ""
             except (StoreError, NoHead, ValueError, OSError) as error:
                 failures += 1
+                self._metrics.passed(self._options.run_id, None, time.time())
                 pause = max(pause, backoff.delay(failures, random.Random()))
                 if str(error) != said:
                     said = str(error)

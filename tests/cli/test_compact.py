@@ -43,6 +43,21 @@ def test_spans_are_made_once_and_taken(run: Shell, tmp_path: Path) -> None:
     assert "made nothing; deleted 0" in run("compact", *options(run)).out
 
 
+def test_a_node_exporter_finds_what_it_did(run: Shell, tmp_path: Path) -> None:
+    page = tmp_path / "compact.prom"
+    made = run("compact", *options(run), "--metrics", page, "--json").json["made"]
+    text = page.read_text()
+    for line in (
+        'stitch_spans_passes_total{run="r",outcome="merged"} 1',
+        f'stitch_spans_bytes_total{{run="r"}} {made[0]["bytes"]}',
+        'stitch_spans_merge_seconds_count{run="r"} 1',
+        'stitch_spans_head_version{run="r"} 5',
+        'stitch_spans_missing{run="r"} 0',
+    ):
+        assert f"\n{line}\n" in text
+    assert "is not a port" in run("compact", *options(run), "--metrics", "x").complaint
+
+
 def test_with_a_base_the_spans_of_xor_deltas_are_sparse(run: Shell, tmp_path: Path) -> None:
     said = run("compact", *options(run), "--base", run.base, "--json").json
     assert [made["encoding"] for made in said["made"]] == ["sparse"]
