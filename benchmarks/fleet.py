@@ -91,6 +91,7 @@ def rows(world: World, cpu: float) -> Iterator[harness.Row]:
         name = "reads" if reads else "writes"
         yield row(f"store.boot.{name}.most", f"{name} in the worst second while all replicas start at once",
                   max(rates(world, "replicas", reads, boot=True)))  # fmt: skip
+    yield row("wakes", "replicas woken by gateways for requests that wait", world.network.wakes)
     yield row("bytes", "GB that replicas fetched", world.line.bytes / 1e9)
     yield row("affinity", "share of sessions that all gateways send to the same replica", agreement(world))
     busiest = max(replica.most for replica in world.replicas.values())

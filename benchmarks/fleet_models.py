@@ -143,14 +143,17 @@ class Engine:
 
 
 class Network:
-    """What a gateway's fleet view asks: ``/ready`` of replicas, a millisecond or two away."""
+    """What a gateway asks of replicas, a millisecond or two away: ``/ready`` and ``/wake``."""
 
-    def __init__(self, ready: Callable[[str], dict[str, Any]], rng: random.Random) -> None:
-        """``ready``: what the replica at a URL says."""
-        self._ready, self._rng, self.probes = ready, rng, 0
+    def __init__(
+        self, ready: Callable[[str], dict[str, Any]], wake: Callable[[str], None], rng: random.Random
+    ) -> None:
+        """``ready``: what the replica at a URL says; ``wake``: wakes it."""
+        self._ready, self._wake, self._rng = ready, wake, rng
+        self.probes = self.wakes = 0
 
     @contextlib.asynccontextmanager
-    async def get(self, url: str, headers: Any = None, timeout: Any = None) -> AsyncIterator[Any]:
+    async def get(self, url: str, **_: Any) -> AsyncIterator[Any]:
         self.probes += 1
         await asyncio.sleep(self._rng.uniform(0.001, 0.003))
         address, _, path = url.partition("://")[2].partition("/")
@@ -161,3 +164,10 @@ class Network:
             yield body
 
         yield SimpleNamespace(status=200 if found else 404, content=SimpleNamespace(iter_any=pieces))
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, **_: Any) -> AsyncIterator[Any]:
+        self.wakes += 1
+        await asyncio.sleep(self._rng.uniform(0.001, 0.003))
+        self._wake(url.removesuffix("/wake"))
+        yield SimpleNamespace(status=202)

@@ -25,6 +25,7 @@ from stitch_gateway.consumers import Scope
 from stitch_gateway.dispatch import Dispatcher
 from stitch_gateway.fleet import Fleet
 from stitch_gateway.pools import StorePool
+from stitch_gateway.reach import Reach
 
 RUN = "run"
 POLL = 5.0
@@ -103,7 +104,9 @@ class World:
         self.most_held = 0
         made = [Replica(number, self) for number in range(replicas)]
         self.replicas = {replica.url: replica for replica in made}
-        self.network = Network(lambda url: self.replicas[url].ready, self.rng)
+        self.network = Network(
+            lambda url: self.replicas[url].ready, lambda url: self.replicas[url].reconciler.wake(), self.rng
+        )
         self.gateways = [self._gateway() for _ in range(gateways)]
         self.clients = held
 
@@ -113,7 +116,9 @@ class World:
     def _gateway(self) -> Dispatcher:
         pool = StorePool(self.store("gateways"), Clock())
         fleet = Fleet(pool, self.network, self.rng)  # type: ignore[arg-type]
-        return Dispatcher(fleet, Tries(self, fleet), self.rng)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(fleet, Tries(self, fleet), self.rng)  # type: ignore[arg-type]
+        dispatcher.on_held = Reach(fleet, self.network, 5.0).wake  # type: ignore[arg-type]
+        return dispatcher
 
     async def live(self, versions: int) -> None:
         publisher = Publisher(

@@ -30,10 +30,10 @@ class _GivenUp(Exception):
 class Dispatcher:
     """``hold``: seconds that a request may wait in all; ``attempts``: replicas that may fail under it.
 
-    ``spread``: seconds for which one that was held waits for further replicas of its version, where the first
-    would get more than their share. ``pause``: seconds for which a request avoids a replica that has just
-    refused it. ``on_acquired`` is told the seconds that a request waited for a replica, ``on_held`` what it
-    demands, once it has to wait.
+    ``spread``: one that was held waits for further replicas of its version, where the first would get more
+    than their share, until none has come for so many seconds: replicas look at the store that often.
+    ``pause``: seconds for which a request avoids a replica that has just refused it. ``on_acquired`` is told
+    the seconds that a request waited for a replica, ``on_held`` what it demands, once it has to wait.
     """
 
     fleet: Fleet
@@ -42,7 +42,7 @@ class Dispatcher:
     hold: float = 50.0
     attempts: int = 5
     pause: float = 0.25
-    spread: float = 2.0
+    spread: float = 5.0
     calls: set[Call] = field(default_factory=set)
     held: set[Call] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)

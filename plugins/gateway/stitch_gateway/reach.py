@@ -17,8 +17,9 @@ from .routing import behind
 
 # On what one gateway passes to another, which passes it no further.
 HEADER_FORWARDED = "x-stitch-forwarded"
-# Replicas are woken for requests that wait at most this often (seconds).
-WAKE_EVERY = 1.0
+# Replicas are woken for requests that wait at most this often (seconds), so many of them at once: each then
+# reads the store.
+WAKE_EVERY, MOST_WOKEN = 1.0, 100
 
 
 class Reach:
@@ -51,7 +52,7 @@ class Reach:
     ) -> bool:
         try:
             async with self._session.post(
-                url + path, json=body, headers=headers, timeout=self._timeout
+                url + path, json=body, headers=headers, timeout=self._timeout, allow_redirects=False
             ) as answer:
                 return answer.status < 300
         except FAILURES:
@@ -81,5 +82,7 @@ class Reach:
         while self._wanted:
             wanted, self._wanted = self._wanted, set()
             late = [r for r in self._fleet.replicas if r.alive and any(behind(r, each) for each in wanted)]
-            await asyncio.gather(*(self.one(replica.url, "/wake", {}, replica.headers) for replica in late))
-            await asyncio.sleep(WAKE_EVERY)
+            for first in range(0, max(1, len(late)), MOST_WOKEN):
+                some = late[first : first + MOST_WOKEN]
+                await asyncio.gather(*(self.one(each.url, "/wake", {}, each.headers) for each in some))
+                await asyncio.sleep(WAKE_EVERY)

@@ -17,14 +17,20 @@ from stitch_core.versions import VersionConstraint
 from .routing import Replica, eligible, gone_for_good, most, passed
 
 _Waiter = asyncio.Future[bool]
+# As replicas go on coming the rest waits on, but no longer than so many times the time without one.
+MOST_SPREADS = 3
 
 
 @dataclass
 class _Group:
-    """Who waits for the same, in the order of coming, with their sequences; ``last``: when all may go."""
+    """Who waits for the same, in the order of coming, with their sequences.
+
+    ``last``: when all may go; ``began``: when the first of them could not.
+    """
 
     waiters: dict[_Waiter, int] = field(default_factory=dict)
     last: asyncio.TimerHandle | None = None
+    began: float = 0.0
 
     def wake(self, room: float, *, patient: bool) -> bool:
         """Wake those for whom there is room; whether that was all."""
@@ -39,10 +45,16 @@ class _Group:
             waiter.set_result(patient)
         return all_of_them
 
-    def wake_later(self, seconds: float) -> None:
-        """Wake all, so long after this was asked first."""
+    def wake_later(self, seconds: float, *, again: bool) -> None:
+        """Wake all in so long, counted anew if this was asked before and ``again``."""
+        loop = asyncio.get_running_loop()
         if self.last is None:
-            self.last = asyncio.get_running_loop().call_later(seconds, self._let_go)
+            self.began = loop.time()
+        elif not again:
+            return
+        self.close()
+        at = min(loop.time() + seconds, self.began + MOST_SPREADS * seconds)
+        self.last = loop.call_at(at, self._let_go)
 
     def _let_go(self) -> None:
         self.last = None
@@ -71,7 +83,7 @@ class Waiting:
         group = self._groups.setdefault(constraint, _Group())
         group.waiters[waiter] = sequences
         if spread is not None:
-            group.wake_later(spread)
+            group.wake_later(spread, again=False)
         try:
             async with asyncio.timeout_at(until):
                 return await waiter
@@ -88,7 +100,8 @@ class Waiting:
     ) -> None:
         """Wake whom the change of ``replica`` concerns; None: it concerns all.
 
-        ``held``: sequences that wait; ``spread``: seconds after which those go for whom it had no room.
+        ``held``: sequences that wait; ``spread``: seconds without another one after which those go for whom
+        it had no room.
         """
         for constraint, group in self._groups.items():
             if replica is None:
@@ -96,6 +109,6 @@ class Waiting:
             elif eligible(replica, constraint):
                 room = most(replicas, constraint, held) - replica.load
                 if not group.wake(room, patient=True):
-                    group.wake_later(spread)
+                    group.wake_later(spread, again=True)
             elif passed(replica, constraint) and gone_for_good(constraint, replicas):
                 group.wake(float("inf"), patient=True)
