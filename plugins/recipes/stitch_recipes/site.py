@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 
@@ -12,6 +14,19 @@ from .errors import RecipeError, describe
 from .schema import Part
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")]
+Secret = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+# Whatever is rendered quotes them all the same. This is so that nobody need ask.
+Word = Annotated[str, StringConstraints(pattern=r"""^[^\s\x00-\x1f\x7f"'`$\\]+$""")]
+Directory = Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9._/@+=,-]*[A-Za-z0-9._@+=,-]$")]
+# It becomes an argument of ssh, which would take a leading dash for an option.
+Host = Annotated[
+    str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9.-]{0,252}$")
+]
+Selector = dict[
+    Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,253}$")],
+    Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{0,63}$")],
+]
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
 
 
 class Site(Part):
@@ -20,22 +35,59 @@ class Site(Part):
     run: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")] = Field(
         "my-run", description="the run's id; a new one for each new run, the same to resume"
     )
-    store: str = Field("s3://my-bucket/stitch", description="the store's URL: file:, s3: or modal:")
-    name: Label = Field("stitch", description="begins the names of apps, services and deployments")
-    namespace: Label = Field("default", description="of Kubernetes")
-    trainer_image: str | None = Field(None, description="in place of the framework's own image")
-    engine_image: str | None = Field(None, description="in place of SGLang's own image")
-    package: str = Field("stitch-rl", description="what pip installs on both images")
-    models: str = Field("/models", description="where checkpoints lie, the same on every host")
-    data: str = Field("/data", description="where prompts lie, on the trainer's hosts")
-    saves: str = Field("/saves", description="where the trainer saves its checkpoints; shared by its hosts")
-    nvme: str = Field("/nvme", description="a fast local disk of every replica's host")
-    secrets: list[str] = Field(
-        [], description="names of secrets that hold the store's keys and tokens, never their values"
+    store: Word = Field("s3://my-bucket/stitch", description="the store's URL: file:, s3: or modal:")
+    name: Label = Field(
+        "stitch", description="begins the names of apps, services and deployments; one for each run at a time"
     )
-    hosts: list[str] = Field([], description="ssh: user@host of each trainer node, the head first")
-    replicas: list[str] = Field([], description="ssh: user@host of each replica")
-    gateway: str | None = Field(None, description="ssh: user@host of the gateway; else the trainer's head")
+    secrets: list[Secret] = Field(
+        [],
+        description="names of secrets that hold the store's keys and tokens, never their values: of "
+        "Kubernetes or Modal; ssh: of files ~/.config/stitch/NAME.env on every host",
+    )
+    package: Word = Field("stitch-rl", description="what pip installs on the stock images")
+    trainer_image: Word | None = Field(
+        None, description="an image that has Stitch, in place of the framework's own"
+    )
+    engine_image: Word | None = Field(None, description="an image that has Stitch, in place of SGLang's own")
+    models: Directory = Field("/models", description="where checkpoints lie, the same on every host")
+    data: Directory = Field("/data", description="where prompts lie, on the trainer's hosts")
+    saves: Directory = Field(
+        "/saves", description="where the trainer saves its checkpoints; shared by its hosts"
+    )
+    nvme: Directory = Field("/nvme", description="a fast local disk of every replica's host")
+
+    hosts: list[Host] = Field([], description="ssh: user@host of each trainer node, the head first")
+    replicas: list[Host] = Field(
+        [], description="ssh: user@host of each replica; a host as often as it has room for one"
+    )
+    gateway: Host | None = Field(None, description="ssh: user@host of the gateway; else the trainer's head")
+    ssh: list[str] = Field(
+        SSH, min_length=1, description="ssh: what runs a line on a host; both are added to it"
+    )
+    directory: Directory = Field("/var/tmp/stitch", description="ssh: for scripts, logs and process ids")
+    activate: Directory | None = Field(
+        None, description="ssh: a file that every script reads first, such as an environment's bin/activate"
+    )
+
+    namespace: Label = Field("default", description="Kubernetes: for the commands that are printed")
+    models_claim: Label = Field(
+        "models",
+        description="Kubernetes: the PersistentVolumeClaim of models, for many readers; Modal: the Volume",
+    )
+    data_claim: Label = Field("data", description="Kubernetes, Modal: of data")
+    saves_claim: Label = Field("saves", description="Kubernetes, Modal: of saves, for many writers")
+    store_claim: Label | None = Field(
+        None, description="Kubernetes: of the directory of a file: store, for many writers"
+    )
+    nvme_class: Label | None = Field(
+        None, description="Kubernetes: storage class of nvme; else the node's disk for containers"
+    )
+    trainer_nodes: Selector = Field({}, description="Kubernetes: node labels for the trainer")
+    engine_nodes: Selector = Field({}, description="Kubernetes: node labels for replicas")
+
+    cloud: Word | None = Field(None, description="Modal: the cloud for GPUs")
+    region: Word | None = Field(None, description="Modal: the region for GPUs")
+    routing_region: Word = Field("us-east", description="Modal: where requests enter, near the trainer")
 
 
 def read_site(path: Path | None) -> Site:
@@ -50,3 +102,21 @@ def read_site(path: Path | None) -> Site:
         raise RecipeError(f"{path}: {error}") from error
     except ValidationError as error:
         raise RecipeError(describe(str(path), error)) from error
+
+
+def template() -> str:
+    """A ``site.toml`` to fill in: every field with what it is for, at its default."""
+    text = "# Names, addresses and secrets of one cluster; all that a recipe does not know.\n"
+    for name, field in Site.model_fields.items():
+        words = textwrap.wrap(field.description or "", 100)
+        text += "\n" + "".join(f"# {line}\n" for line in words)
+        default = field.get_default(call_default_factory=True)
+        text += f'# {name} = "..."\n' if default is None else f"{name} = {_toml(default)}\n"
+    return text
+
+
+def _toml(value: Any) -> str:
+    """Strings, lists and tables of them: JSON's strings are TOML's."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value)

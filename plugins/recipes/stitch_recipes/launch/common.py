@@ -1,0 +1,101 @@
+"""What the launchers agree on: images, what is installed on them, and when training may start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+
+import yaml
+
+from ..processes import Process
+from ..schema import Recipe, Trainer
+from ..site import Site
+from ..training import HOME
+
+DRAIN_SECONDS = 600
+"""What requests get to end when a replica is asked to leave: long answers are what rollouts are made of."""
+
+READY_SECONDS = 2 * 3600
+"""How long training waits for replicas: a large checkpoint is fetched, loaded and tested by itself first."""
+
+RESTARTS = 20
+"""How often a trainer is started again by itself."""
+
+RAY_PORT = 6379
+
+SERVICE_IMAGE = "python:3.12-slim"
+"""For what needs no GPU: gateway, compactor, collector."""
+
+# Dated tags, which do not move; the framework's revision is checked out over them.
+_IMAGES = {"miles": "radixark/miles:dev-202607290235", "slime": "slimerl/slime:nightly-dev-20260527a"}
+_REPOSITORIES = {"miles": "https://github.com/radixark/miles", "slime": "https://github.com/THUDM/slime"}
+
+
+def converts(step: Process) -> bool:
+    """Whether a step of the preparation is more than a download."""
+    return step.argv[0] != "hf"
+
+
+def once(step: Process, site: Site) -> Process:
+    """A step that is not done again where it was done; downloads see for themselves what is there."""
+    if not converts(step):
+        return step
+    words = ("python3", "-m", "stitch_recipes.launch.once", f"{site.models}/.prepared", *step.argv)
+    return Process(words, step.environment)
+
+
+def dumped(content: Mapping[str, object]) -> str:
+    """As YAML."""
+    return yaml.safe_dump(dict(content), sort_keys=False, width=110)
+
+
+def needed(recipe: Recipe, most: int | None = None) -> int:
+    """Replicas that must be ready before training starts, of ``most`` that there will be."""
+    wanted = max(recipe.fleet.min_replicas, 1)
+    return wanted if most is None else max(min(wanted, most), 1)
+
+
+def engine_image(recipe: Recipe, site: Site) -> str:
+    return site.engine_image or f"lmsysorg/sglang:v{recipe.engine.release}"
+
+
+def engine_setup(site: Site, *extras: str) -> list[str]:
+    """Shell lines after which SGLang's own image has Stitch; none for an image that has it."""
+    return [] if site.engine_image else [install(site, "sglang", *extras)]
+
+
+def trainer_image(trainer: Trainer, site: Site) -> str:
+    return site.trainer_image or _IMAGES[trainer.framework]
+
+
+def trainer_setup(trainer: Trainer, site: Site, *extras: str) -> list[str]:
+    """Shell lines after which the framework's own image has its revision and Stitch."""
+    if site.trainer_image:
+        return []
+    if re.fullmatch(r"[0-9a-f]{7,40}", trainer.revision):
+        root = HOME[trainer.framework]
+        # A server gives a commit by its whole name only.
+        wanted = trainer.revision if len(trainer.revision) == 40 else ""
+        revision = [
+            f"git -C {root} fetch {_REPOSITORIES[trainer.framework]} {wanted}".rstrip(),
+            f"git -C {root} checkout --detach --force {trainer.revision}",
+            f"python3 -m pip install --no-deps -e {root}",
+        ]
+    else:
+        revision = [f"python3 -m pip install --no-deps miles-rl=={shlex.quote(trainer.revision)}"]
+    return [*revision, install(site, trainer.framework, *extras)]
+
+
+def service_setup(site: Site, *extras: str) -> list[str]:
+    """Shell lines after which a plain Python image has Stitch's own commands."""
+    return [install(site, "cli", "gateway", *extras)]
+
+
+def install(site: Site, *extras: str) -> str:
+    """The shell line that installs Stitch for what an image is to do, and for the site's store."""
+    scheme = site.store.partition(":")[0]
+    wanted = dict.fromkeys([*extras, *([scheme] if scheme in ("s3", "modal") else [])])
+    name = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[^\[\]]+)?", site.package)
+    package = f"{name[1]}[{','.join(wanted)}]{name[2] or ''}" if name and wanted else site.package
+    return f"python3 -m pip install {shlex.quote(package)}"

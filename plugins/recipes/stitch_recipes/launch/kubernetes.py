@@ -1,0 +1,74 @@
+"""Kubernetes: plain manifests, one file for each part of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from ..errors import RecipeError
+from ..schema import Recipe
+from ..site import Site
+from .files import File
+from .manifests import gateways, housekeeping, prepare, replicas, settings, trainer
+from .pods import Manifest
+
+
+def render(recipe: Recipe, site: Site) -> list[File]:
+    """The manifests, in the order in which ``kubectl apply -f DIR`` takes them."""
+    if site.store.startswith("file:") and site.store_claim is None:
+        raise RecipeError(
+            f"{site.store} is a directory: set store_claim of the site to the volume that has it"
+        )
+
+    def file(name: str, comment: str, *manifests: Manifest) -> File:
+        return _file(name, comment.format_map(site.model_dump()), manifests)
+
+    files = [
+        file("1-prepare.yaml", _PREPARE, prepare(recipe, site)),
+        file("2-replicas.yaml", _REPLICAS, *replicas(recipe, site)),
+        file("3-gateway.yaml", _GATEWAY, *gateways(recipe, site)),
+        file("4-housekeeping.yaml", _HOUSEKEEPING, *housekeeping(recipe, site)),
+    ]
+    if recipe.trainer is not None:
+        files.append(
+            file("5-trainer.yaml", _TRAINER, *settings(recipe, site), trainer(recipe, recipe.trainer, site))
+        )
+    return files
+
+
+_PREPARE = """Fetches and converts the checkpoints onto the volume {models_claim}, then creates the run. The
+other parts wait for it. A Job is not changed by a second apply: after changing the recipe, delete it first.
+
+Everything:  kubectl --namespace {namespace} apply -f .
+End it all:  kubectl --namespace {namespace} delete -f .      (versions in the store and saves stay)"""
+_REPLICAS = """The replicas. More or fewer, at any time:
+  kubectl --namespace {namespace} scale deployment {name}-replicas --replicas N"""
+_GATEWAY = """Where requests go: http://{name}-gateway:30000. A gateway keeps nothing: any may end at any
+time. No tokens are asked for, since stock trainers have none to show: keep these ports inside the cluster, by
+a NetworkPolicy where others share it (docs/threat-model.md)."""
+_HOUSEKEEPING = """Short joins, and a store that does not grow. Neither needs to run for the run to go on."""
+_TRAINER = """The trainer, on a Ray cluster of its own (KubeRay 1.2 or newer). It starts when replicas are
+ready. After a failure KubeRay makes a new cluster; the trainer claims the run, which fences the one before,
+resumes from its newest checkpoint and counts on. Stop training alone:
+  kubectl --namespace {namespace} delete rayjob {name}-train"""
+
+
+def _file(name: str, comment: str, manifests: Sequence[Manifest]) -> File:
+    documents = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+    return File(name, "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines()) + documents)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as such; no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Start the run on the hosts of the site, from any machine that reaches them:
+#
+#   ./launch.sh                          everything, in order
+#   ./launch.sh prepare | serve | train  a part of it
+#   ./launch.sh status                   what runs where
+#   ./stop.sh                            ends it all; what was published and saved stays
+#
+# Start it again at any time, as after a host was lost: what runs is left alone, what does not is started, and
+# the trainer resumes run and checkpoint. For a new run render again with another `run` in site.toml.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+ship() {
+  local host
+  for host in "${everywhere[@]}"; do
+    tar -C "$here" --exclude ./state -cf - . | "${ssh[@]}" "$host" "mkdir -p '$there' && tar -C '$there' -xf -" ||
+      die "$host cannot be reached: is it in the site as ssh knows it?"
+  done
+}
+
+# HOST WORD...: one of the scripts, there.
+on() {
+  local host=$1
+  shift
+  "${ssh[@]}" "$host" "cd '$there' && $(printf '%q ' "$@")" </dev/null
+}
+
+prepare() {
+  local host
+  for host in "${hosts[@]}"; do on "$host" ./prepare.sh; done
+  for host in "${replica_hosts[@]}"; do on "$host" ./prepare.sh served; done
+}
+
+serve() {
+  local i
+  on "${first}" ./local.sh claim
+  for i in "${!replica_hosts[@]}"; do
+    on "${replica_hosts[i]}" ./local.sh start "replica-${replica_slots[i]}" replica.sh "${replica_slots[i]}" "${replica_hosts[i]#*@}"
+  done
+  on "$gateway_host" ./local.sh start gateway gateway.sh
+  ((${#compactor[@]} == 0)) || on "$gateway_host" ./local.sh start compactor compactor.sh
+  on "$gateway_host" ./local.sh start collector collector.sh
+}
+
+train() {
+  local host
+  ((${#hosts[@]} > 0)) || return 0
+  say "waiting for $want of ${#replica_hosts[@]} replicas: training stands still without them"
+  on "$gateway_host" ./local.sh ready "$want" "${STITCH_READY_SECONDS:-$ready_seconds}"
+  on "${hosts[0]}" ./local.sh start ray-head ray-head.sh
+  for host in "${hosts[@]:1}"; do on "$host" ./local.sh start ray-worker ray-worker.sh "${hosts[0]#*@}"; done
+  on "${hosts[0]}" ./local.sh start train train.sh
+}
+
+status() {
+  local host
+  for host in "${everywhere[@]}"; do
+    echo "$host:"
+    on "$host" ./local.sh status
+  done
+}
+
+part=${1:-all}
+case $part in
+all | prepare | serve | train) ship ;;
+status) ;;
+*) die "launch.sh [prepare | serve | train | status]" ;;
+esac
+if [[ $part == all ]]; then
+  prepare
+  serve
+  train
+else
+  "$part"
+fi
+[[ $part == status ]] || say "run $run: ask at http://${gateway_host#*@}:$gateway_port; logs are in $there/state; stop it with $here/stop.sh"

@@ -1,0 +1,194 @@
+"""Manifests are what Kubernetes and KubeRay take, and say what the recipe says."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from stitch_recipes import catalogue, processes, training
+from stitch_recipes.errors import RecipeError
+from stitch_recipes.launch import kubernetes
+from stitch_recipes.launch.pods import SETTINGS
+from stitch_recipes.schema import Recipe
+from tests.recipes.launch.examples import HARD, cases, hard, site_for
+from tests.recipes.launch.schemas import VERSIONS, ValidationError, check, check_pod
+
+
+def manifests(recipe: Recipe, **fields: Any) -> list[dict[str, Any]]:
+    files = kubernetes.render(recipe, site_for(recipe, **fields))
+    return [document for file in files for document in yaml.safe_load_all(file.text)]
+
+
+def one(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [d for d in documents if d["kind"] == kind and d["metadata"]["name"] == name]
+    return found
+
+
+def pods(document: Any) -> Iterator[dict[str, Any]]:
+    """Every pod's spec in a manifest."""
+    if isinstance(document, dict):
+        if "containers" in document:
+            yield document
+        for value in document.values():
+            yield from pods(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from pods(value)
+
+
+def expanded(text: str, environment: dict[str, str]) -> str:
+    """As Kubernetes fills in commands: $$ is a dollar, $(NAME) a variable that is there."""
+
+    def fill(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else environment.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", fill, text)
+
+
+def executed(script: str) -> list[str]:
+    """The words that bash would run in its place."""
+    shell = 'exec() { printf "%s\\0" "$@"; }\n' + script
+    output = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True, timeout=60)
+    return output.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("recipe", cases())
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"store": "file:/shared/stitch", "store_claim": "versions", "nvme_class": "fast", "secrets": []},
+    ],
+    ids=["plain", "own-volumes"],
+)  # fmt: skip
+def test_kubernetes_takes_every_manifest(recipe: Recipe, fields: dict[str, Any]) -> None:
+    documents = manifests(hard(recipe), **fields)
+    for document in documents:
+        for version in VERSIONS:
+            check(document, version)
+        if document["kind"] == "RayJob":
+            for pod in pods(document):
+                check_pod(pod)
+    names = [(d["kind"], d["metadata"]["name"]) for d in documents]
+    assert len(names) == len(set(names))
+    assert all(len(name) <= 63 for _, name in names)
+    for document in documents:
+        for pod in pods(document):
+            volumes = [volume["name"] for volume in pod.get("volumes", [])]
+            containers = [*pod.get("initContainers", []), *pod["containers"]]
+            mounted = {mount["name"] for c in containers for mount in c.get("volumeMounts", [])}
+            assert mounted == set(volumes)
+            assert len(volumes) == len(mounted)
+
+
+def test_the_schemas_tell_what_is_misspelt() -> None:
+    """They are strict: without that a probe that nobody reads would pass."""
+    recipe = catalogue.load("glm-4.5-air/fp8")
+    deployment = one(manifests(recipe), "Deployment", "math-replicas")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
+    with pytest.raises(ValidationError, match="readyProbe"):
+        check(deployment)
+    job = one(manifests(recipe), "RayJob", "math-train")
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] = 8
+    with pytest.raises(ValidationError, match="8 is not of type 'string'"):
+        check(job)
+
+
+@pytest.mark.parametrize("recipe", cases())
+def test_replicas_are_as_the_recipe_says(recipe: Recipe) -> None:
+    documents, engine = manifests(recipe), recipe.engine
+    deployment = one(documents, "Deployment", "math-replicas")["spec"]
+    assert deployment["replicas"] == max(recipe.fleet.min_replicas, 1)
+    assert deployment["strategy"]["rollingUpdate"]["maxSurge"] == 0
+    spec = deployment["template"]["spec"]
+    (replica,) = spec["containers"]
+    assert replica["resources"]["limits"]["nvidia.com/gpu"] == engine.gpus
+    assert replica["resources"]["requests"]["memory"] == f"{engine.memory_request_gib}Gi"
+    assert replica["resources"]["limits"]["memory"] == f"{engine.memory_limit_gib}Gi"
+    assert replica["resources"]["limits"]["ephemeral-storage"] == f"{engine.disk_gib}Gi"
+    assert replica["readinessProbe"]["httpGet"] == {"path": "/ready", "port": processes.REPLICA_PORT}
+    assert replica["livenessProbe"]["httpGet"]["path"] == "/health"
+    environment = {each["name"]: each.get("value") for each in replica["env"]}
+    held, drain = environment["STITCH_HOST_DIR"], int(environment["STITCH_DRAIN"])
+    places = {mount["name"]: mount["mountPath"] for mount in replica["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    place = "shm" if engine.canonical_on == "memory" else "nvme"
+    assert held.startswith(places[place] + "/")
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    if place == "shm":
+        assert volumes["shm"]["emptyDir"]["sizeLimit"] == f"{engine.memory_limit_gib}Gi"
+    else:
+        assert volumes["nvme"]["emptyDir"]["sizeLimit"] == f"{engine.disk_gib}Gi"
+    before = int(replica["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert spec["terminationGracePeriodSeconds"] > before + drain
+    assert one(documents, "Service", "math-replicas")["spec"]["clusterIP"] == "None"
+    assert one(documents, "PodDisruptionBudget", "math-replicas")["spec"]["maxUnavailable"] == 1
+
+
+def test_gateways_find_replicas_and_each_other() -> None:
+    recipe = catalogue.load("glm-4.5-air/fp8")
+    alone = one(manifests(recipe), "Deployment", "math-gateway")
+    assert "dns:math-replicas:30100" in str(alone)
+    assert "--peers" not in str(alone)
+    several = recipe.model_copy(update={"fleet": recipe.fleet.model_copy(update={"gateways": 3})})
+    documents = manifests(several)
+    assert one(documents, "Deployment", "math-gateway")["spec"]["replicas"] == 3
+    assert "--peers dns:math-gateway-peers:30000" in str(one(documents, "Deployment", "math-gateway"))
+    peers = one(documents, "Service", "math-gateway-peers")["spec"]
+    assert peers["clusterIP"] == "None"
+    assert peers["selector"] == one(documents, "Service", "math-gateway")["spec"]["selector"]
+
+
+@pytest.mark.parametrize("recipe", cases(trained=True))
+def test_the_trainer_is_a_cluster_of_the_recipes_nodes_that_waits_for_replicas(recipe: Recipe) -> None:
+    assert recipe.trainer is not None
+    documents = manifests(recipe)
+    spec = one(documents, "RayJob", "math-train")["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["backoffLimit"] > 0
+    cluster = spec["rayClusterSpec"]
+    groups = cluster.get("workerGroupSpecs", [])
+    assert 1 + sum(group["replicas"] for group in groups) == recipe.trainer.nodes
+    for group in [cluster["headGroupSpec"], *groups]:
+        (node,) = group["template"]["spec"]["containers"]
+        assert group["rayStartParams"]["num-gpus"] == str(recipe.trainer.gpus_per_node)
+        assert node["resources"]["limits"]["nvidia.com/gpu"] == recipe.trainer.gpus_per_node
+    (gate,) = cluster["headGroupSpec"]["template"]["spec"]["initContainers"]
+    assert f"--replicas {max(recipe.fleet.min_replicas, 1)} " in gate["command"][-1]
+    assert "http://math-gateway:30000" in gate["command"][-1]
+
+
+@pytest.mark.parametrize("name", ["glm-4.5-air/fp8", "qwen3-4b/slime"])
+def test_values_of_flags_survive_yaml_kubernetes_and_the_shell(name: str) -> None:
+    recipe = hard(catalogue.load(name))
+    site = site_for(recipe)
+    documents = manifests(recipe)
+    replica = one(documents, "Deployment", "math-replicas")["spec"]["template"]["spec"]["containers"][0]
+    command = [expanded(word, {"POD_IP": "10.0.0.1"}) for word in replica["command"]]
+    served = processes.replica(recipe, site, processes.directory(recipe, site, recipe.serve))
+    words = executed(command[-1][command[-1].index("exec ") :])
+    assert words == list(served.argv)
+    assert set(HARD.values()) <= set(words)
+    given = {e["name"]: expanded(e["value"], {"POD_IP": "10.0.0.1"}) for e in replica["env"] if "value" in e}
+    assert given["STITCH_ADDRESS"] == "http://10.0.0.1:30100"
+    assert served.environment.items() <= given.items()
+    data = one(documents, "ConfigMap", "math-train")["data"]
+    trainer = training.trainer(recipe, site, "math-gateway", SETTINGS)
+    assert executed(data["train.sh"]) == list(trainer.argv)
+    for file, content in training.configuration_files(recipe, site).items():
+        assert yaml.safe_load(data[file]) == content
+
+
+def test_secrets_are_named_and_never_there() -> None:
+    for document in manifests(catalogue.load("glm-4.5-air/fp8")):
+        for pod in pods(document):
+            for container in [*pod.get("initContainers", []), *pod["containers"]]:
+                assert container["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
+
+
+def test_a_directory_as_store_needs_its_volume() -> None:
+    with pytest.raises(RecipeError, match="set store_claim of the site"):
+        manifests(catalogue.load("glm-4.5-air/fp8"), store="file:/shared/stitch")

@@ -1,0 +1,134 @@
+"""Scripts: what bash makes of them is what the recipe says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stitch_recipes import catalogue, processes, training
+from stitch_recipes.errors import RecipeError
+from stitch_recipes.launch import shell
+from stitch_recipes.launch.files import write
+from stitch_recipes.schema import Recipe
+from stitch_recipes.site import Site
+from tests.recipes.launch.examples import HARD, cases, hard, site_for
+
+
+def rendered(recipe: Recipe, out: Path, **fields: object) -> Site:
+    site = site_for(recipe, **fields)
+    write(shell.render(recipe, site), out, "ssh")
+    return site
+
+
+def bash(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", script], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def array(name: str, cwd: Path) -> list[str]:
+    """An array of settings.sh as bash has it."""
+    done = bash(f'set -euo pipefail; source ./settings.sh; printf "%s\\0" "${{{name}[@]}}"', cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("recipe", cases())
+def test_bash_reads_every_script(recipe: Recipe, tmp_path: Path) -> None:
+    rendered(hard(recipe), tmp_path)
+    for script in sorted(tmp_path.glob("*.sh")):
+        done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), script.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm-4.5-air/fp8", "qwen3-4b/slime", "kimi-k3/mxfp4-serve"])
+def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
+    recipe = catalogue.load(name)
+    rendered(recipe, tmp_path)
+    scripts = sorted(path.name for path in tmp_path.glob("*.sh"))
+    checker = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run(
+        [checker, "-x", *scripts], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["glm-4.5-air/fp8", "qwen3-4b/slime"])
+def test_values_of_flags_survive_the_shell(name: str, tmp_path: Path) -> None:
+    recipe = hard(catalogue.load(name))
+    site = rendered(recipe, tmp_path)
+    replica = processes.replica(recipe, site, processes.directory(recipe, site, recipe.serve))
+    trainer = training.trainer(recipe, site, "train-0", f"{site.directory}/{site.run}")
+    assert array("replica", tmp_path) == list(replica.argv)
+    assert array("trainer", tmp_path) == list(trainer.argv)
+    assert set(HARD.values()) <= set(array("replica", tmp_path))
+    environment = dict(each.split("=", 1) for each in array("replica_environment", tmp_path))
+    assert replica.environment.items() <= environment.items()
+    assert array("gateway", tmp_path) == list(processes.gateway(recipe, site).argv)
+    for file, content in training.configuration_files(recipe, site).items():
+        assert yaml.safe_load((tmp_path / file).read_text()) == content
+
+
+def test_replicas_of_one_host_have_places_of_their_own(tmp_path: Path) -> None:
+    """Ports, GPUs and host directories; the address is the one by which others reach the host."""
+    recipe = catalogue.load("glm-4.5-air/fp8")
+    rendered(recipe, tmp_path)
+    assert array("replica_hosts", tmp_path) == ["me@serve-0", "me@serve-0", "me@serve-1"]
+    assert array("replica_slots", tmp_path) == ["0", "1", "0"]
+    script = (tmp_path / "replica.sh").read_text().replace('exec env "$', 'printf "%s\\n" "$')
+    (tmp_path / "shown.sh").write_text(script + 'echo "gpus=$CUDA_VISIBLE_DEVICES"\n')
+    done = subprocess.run(
+        ["bash", "./shown.sh", "1", "serve-0"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(with_secret(tmp_path))},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[lines.index("--port") + 1] == "30101"
+    assert "STITCH_ADDRESS=http://serve-0:30101" in lines
+    assert f"STITCH_HOST_DIR={array('replica_host_dir', tmp_path)[0]}/1" in lines
+    assert "gpus=4,5,6,7" in lines
+
+
+def with_secret(home: Path) -> Path:
+    (home / ".config" / "stitch").mkdir(parents=True)
+    (home / ".config" / "stitch" / "store-keys.env").write_text("AWS_ACCESS_KEY_ID='a b'\n")
+    return home
+
+
+def test_a_secret_that_a_host_lacks_is_named(tmp_path: Path) -> None:
+    rendered(catalogue.load("glm-4.5-air/fp8"), tmp_path)
+    done = subprocess.run(
+        ["bash", "./gateway.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "/.config/stitch/store-keys.env is not there" in done.stderr
+
+
+def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:
+    """A replica's host has none of the trainer's programs: it downloads, or is told what to copy."""
+    converted = catalogue.load("glm-4.5-air/fp8")
+    rendered(converted, tmp_path / "a")
+    served = (tmp_path / "a" / "prepare.sh").read_text().partition("exit 0")[0]
+    assert "share /models, or copy it to this host" in served
+    assert "launch.once" in (tmp_path / "a" / "prepare.sh").read_text()
+    rendered(catalogue.load("qwen3-0.6b/miles"), tmp_path / "b")
+    served = (tmp_path / "b" / "prepare.sh").read_text().partition("exit 0")[0]
+    assert "hf download Qwen/Qwen3-0.6B" in served
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hosts": []}, "trains on 4 nodes: name them in the site's hosts"),
+        ({"hosts": ["a", "b"]}, "trains on 4 nodes, and the site names 2 hosts"),
+        ({"hosts": ["a", "b", "c", "a"]}, "names a host twice"),
+        ({"replicas": []}, "the site names no replicas"),
+    ],
+)
+def test_a_site_without_enough_hosts_is_refused(
+    fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        rendered(catalogue.load("glm-4.5-air/fp8"), tmp_path, **fields)
