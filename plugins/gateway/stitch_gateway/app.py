@@ -21,7 +21,7 @@ from stitch_core.replica.server import listen
 from stitch_core.requests import Refused, json_object
 from stitch_core.versions import Refusal, VersionError, check_run_id, malformed, unavailable
 
-from .attempt import FAILURES, Attempt
+from .attempt import FAILURES, Attempt, TooLarge, whole
 from .auth import GatewayGuard
 from .call import parse_call
 from .connection import Runner
@@ -29,7 +29,7 @@ from .consumer_rules import RulesView
 from .consumers import Consumers, Scope, check_consumer
 from .dispatch import Dispatcher
 from .facade import Facade
-from .fleet import Fleet
+from .fleet import MOST_STATUS, Fleet
 from .front import Router, envelope, path_of, read_body
 from .head_view import Heads
 from .metrics import GatewayMetrics
@@ -163,11 +163,16 @@ class Gateway:
         """What every replica answers alike."""
         for replica in sorted(self.fleet.replicas, key=lambda r: (not r.ready, not r.alive, r.load)):
             try:
-                url, headers = replica.url + path_of(request), replica.headers
-                async with self._session.get(url, headers=headers, timeout=self._control) as answer:
+                async with self._session.get(
+                    replica.url + path_of(request),
+                    headers=replica.headers,
+                    timeout=self._control,
+                    allow_redirects=False,
+                ) as answer:
                     if answer.status == 200:
-                        return web.Response(body=await answer.read(), content_type=answer.content_type)
-            except FAILURES:
+                        body = await whole(answer, MOST_STATUS)
+                        return web.Response(body=body, content_type=answer.content_type)
+            except (*FAILURES, TooLarge):
                 continue
         raise Refused(unavailable("no replica answers", retry="here"))
 
@@ -273,8 +278,9 @@ async def open_gateway(
         raise VersionError("a lag needs the store that the head of the run is in")
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, **_watched_sockets())
     session = aiohttp.ClientSession(
-        connector=connector, auto_decompress=False, headers={"accept-encoding": "identity"}
-    )
+        connector=connector, auto_decompress=False, headers={"accept-encoding": "identity"},
+        cookie_jar=aiohttp.DummyCookieJar(),  # what one client's replica sets is no other's
+    )  # fmt: skip
     async with session:
         gateway = Gateway(pool, session, settings, rng, heads, rules, peers)
         log = gateway.dispatcher.attempt.log = _provenance(settings, heads)

@@ -43,6 +43,10 @@ class Again:
     repeat: bool = True
 
 
+class TooLarge(Exception):
+    """An answer that is not read to its end."""
+
+
 class _ClientLeft(Exception):
     """Writing to the client failed; says nothing about the replica."""
 
@@ -66,7 +70,11 @@ class Attempt:
         body = call.body if len(call.body) < LARGE else io.BytesIO(call.body)
         try:
             async with self._session.post(
-                replica.url + call.path, data=body, headers=_asked(call, replica), timeout=self._timeout
+                replica.url + call.path,
+                data=body,
+                headers=_asked(call, replica),
+                timeout=self._timeout,
+                allow_redirects=False,
             ) as answer:
                 return await self._judge(request, call, replica, answer)
         except FAILURES as error:
@@ -90,8 +98,14 @@ class Attempt:
             trace = self.log.trace(call, replica, version) if self.log else None
             if answer.content_type == "text/event-stream":
                 return await self._stream(request, replica, answer, trace)
+        if 300 <= answer.status < 400:
+            # Only the pool says where replicas are: a prompt must not be sent where an answer points to.
+            return self._failed(replica, f"it answered {answer.status}, which no replica does", answered=True)
         # Wholly read before anything is sent on: a replica that dies now costs time, not an error.
-        body = await self._whole(answer)
+        try:
+            body = await whole(answer, self._max_response)
+        except TooLarge as large:
+            raise Refused(Refusal(502, "ResponseTooLarge", str(large), "never")) from None
         if answer.status == 200 and trace is not None:
             trace.end("whole", body)
         error = _error(body) if answer.status in (409, 503) else {}
@@ -103,15 +117,6 @@ class Attempt:
             self._fleet.refused(replica, error.get("run"), error.get("applied"))
             return Again(str(error.get("message")), failure=False)
         return web.Response(status=answer.status, body=body, headers=_headers(answer, replica))
-
-    async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
-        async for chunk in _plain(answer):
-            body += chunk
-            if len(body) > self._max_response:
-                message = f"the replica's answer exceeds {self._max_response} bytes"
-                raise Refused(Refusal(502, "ResponseTooLarge", message, "never"))
-        return bytes(body)
 
     async def _stream(
         self,
@@ -148,7 +153,17 @@ class Attempt:
         return response
 
 
-async def _plain(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def whole(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, decompressed. Raises TooLarge, and FAILURES."""
+    body = bytearray()
+    async for chunk in plain(answer):
+        body += chunk
+        if len(body) > most:
+            raise TooLarge(f"the replica's answer exceeds {most} bytes")
+    return bytes(body)
+
+
+async def plain(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """What the body says, also if it is compressed, which nobody asked for. Raises ClientPayloadError."""
     encoding = answer.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
@@ -180,7 +195,7 @@ def _asked(call: Call, replica: Replica) -> dict[str, str]:
 async def _whole_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Pieces that end where an event ends, so that an error can be put behind any of them."""
     splitter = Splitter()
-    async for chunk in _plain(answer):
+    async for chunk in plain(answer):
         if events := splitter.feed(chunk):
             yield b"".join(events)
         if splitter.pending > MOST_EVENT:

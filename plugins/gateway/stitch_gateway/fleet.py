@@ -172,7 +172,8 @@ class Fleet:
 
     def _get(self, replica: Replica, path: str) -> Any:
         headers = dict(replica.headers)
-        return self._session.get(replica.url + path, headers=headers, timeout=self._timeout)
+        url = replica.url + path
+        return self._session.get(url, headers=headers, timeout=self._timeout, allow_redirects=False)
 
     async def _queue(self, replica: Replica) -> bool:
         """Ask the engine for its queue; whether it tells."""

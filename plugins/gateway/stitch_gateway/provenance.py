@@ -175,7 +175,7 @@ def _answers(trace: Trace) -> Iterator[Any]:
 def _json(text: bytes | str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
