@@ -233,7 +233,7 @@ class _Job:
 
 def _what(done: Anchored) -> str:
     if done.record is None:
-        return "is left alone: another process is uploading a full of this run"
+        return "is left alone: another process is uploading a full of this run, or was a minute ago"
     size = size_text(done.record.representation.bytes)
     return f"is a full beside the chain now, {size}" if done.new else f"has a full beside the chain, {size}"
 
