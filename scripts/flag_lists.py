@@ -53,6 +53,19 @@ def of_trainer(framework: str, checkout: str, megatron: str) -> Table:
     return {name: entry for name, entry in table.items() if "sglang-" not in name or name.startswith(ours)}
 
 
+def of_functions(framework: str) -> dict[str, Table]:
+    """Flags that the framework's own generate functions add to its parser, by the function's path."""
+    if framework != "miles":
+        return {}
+    found = {}
+    for name in ("agentic_tool_call", "multi_turn"):
+        module = f"miles.rollout.generate_hub.{name}"
+        parser = argparse.ArgumentParser(add_help=False)
+        importlib.import_module(module).generate.add_arguments(parser)
+        found[f"{module}.generate"] = described(parser)
+    return found
+
+
 def of_engine() -> Table:
     """What ``sglang serve`` takes."""
     parser = argparse.ArgumentParser()
@@ -88,6 +101,7 @@ def main(program: str, revision: str, *paths: str) -> None:
         checkout, megatron, megatron_revision = paths
         table = of_trainer(program, checkout, megatron)
         head["megatron"] = megatron_revision
+        head["functions"] = of_functions(program)
         head["model_scripts"] = sorted(path.stem for path in Path(checkout, "scripts/models").glob("*.*"))
     file = TARGET / f"{program}-{revision}.json"
     file.write_text(compact(head, table))

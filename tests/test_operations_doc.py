@@ -45,7 +45,10 @@ def own_code(name: str) -> str:
         return core.read_text()
     adds = rf'"{name}", run|add_group\(\s+commands, "{name}",'
     (path,) = [path for path in SOURCES if re.search(adds, path.read_text())]
-    return path.read_text()
+    beside = [
+        other for other in path.parent.glob("*_command.py") if "def add_parser(actions" in other.read_text()
+    ]
+    return "".join(source.read_text() for source in (path, *beside))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

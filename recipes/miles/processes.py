@@ -138,11 +138,11 @@ class World:
         self.children.append(child)
         return child
 
-    def gateway(self, trainer_gpus: int = 1) -> Child:
-        """Miles expects its engines on the GPUs behind those of its trainer."""
+    def gateway(self, base_gpu: int = 1) -> Child:
+        """Miles expects engines on the GPUs behind its trainer's; with stitch_miles.launch, from 0 on."""
         return self.start(
             "gateway", "-m", "stitch_core.cli", "gateway", "--store", self.store, "--run", "math", "--facade",
-            "--engine", f"base_gpu_id={trainer_gpus}", "--port", "0", "--json",
+            "--engine", f"base_gpu_id={base_gpu}", "--port", "0", "--json",
         )  # fmt: skip
 
     def replica(

@@ -9,7 +9,7 @@ import argparse
 
 from stitch_core.cli.common import Commands, add_command, add_group, emit, table
 
-from . import render_command
+from . import check_command, render_command
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,6 +27,7 @@ def add_parser(commands: Commands) -> None:
         "Show one recipe, its blocks merged.\n\n  stitch recipe show glm-4.5-air/fp8",
     )  # fmt: skip
     showing.add_argument("name", metavar="NAME")
+    check_command.add_parser(actions)
     render_command.add_parser(actions)
 
 

@@ -1,0 +1,96 @@
+"""The trainer's flags: known to its revision, whole groups and batches, and one rounding on both sides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .. import training
+from ..errors import RecipeError
+from ..schema import Recipe, Trainer
+from ..site import Site
+from . import flags
+
+ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Nothing for a recipe that only serves."""
+    trainer = recipe.trainer
+    if trainer is None:
+        return
+    try:
+        known = flags.flag_list(trainer.framework, trainer.revision).with_functions(
+            trainer.functions.values()
+        )
+    except RecipeError as error:
+        yield f"trainer.revision: {error}"
+        return
+    yield from flags.problems("trainer.flags", trainer.flags, known)
+    if trainer.model_script not in known.scripts:
+        yield f"trainer.model_script: {trainer.framework} {trainer.revision} has no {trainer.model_script}"
+    stitch = training.stitch(recipe, trainer, "gateway", "/configuration")
+    yield from flags.problems("what Stitch adds", stitch, known)
+    placed = training.placement(recipe, trainer, Site())
+    yield from flags.problems("what places the trainer", placed, known)
+    for name in sorted(set(trainer.flags) & (set(stitch) | set(placed))):
+        yield f"trainer.flags.{name}: it follows from other fields of the recipe"
+    for name in sorted(set(trainer.files) - set(known.flags)):
+        yield f"trainer.files.{name}: {trainer.framework} {trainer.revision} has no --{name}"
+    yield from _parallel(recipe, trainer)
+    yield from _batches(trainer)
+    yield from _rounding(recipe, trainer)
+
+
+def _number(trainer: Trainer, name: str, otherwise: int = 1) -> int:
+    value = trainer.flags.get(name, otherwise)
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+def _parallel(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
+    world = trainer.nodes * trainer.gpus_per_node
+    tensor, pipeline, context, experts = (
+        _number(trainer, f"{name}-parallel-size")
+        for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+    )
+    if world % (tensor * pipeline * context):
+        yield f"trainer.nodes: {world} GPUs are not whole groups of {tensor} x {pipeline} x {context}"
+    if world % (pipeline * experts):
+        yield f"trainer.flags.expert-model-parallel-size: {pipeline} x {experts} does not divide {world}"
+    geometry = recipe.model.geometry
+    if geometry.experts is not None and geometry.experts.n_routed_experts % experts:
+        yield f"trainer.flags.expert-model-parallel-size: {experts} does not divide the model's experts"
+    first = _number(trainer, "decoder-first-pipeline-num-layers", 0)
+    last = _number(trainer, "decoder-last-pipeline-num-layers", 0)
+    stages = pipeline - bool(first) - bool(last)
+    if (geometry.num_hidden_layers - first - last) % max(1, stages):
+        yield f"trainer.flags.pipeline-model-parallel-size: inner layers are not whole for {stages}"
+
+
+def _batches(trainer: Trainer) -> Iterator[str]:
+    rollout = _number(trainer, "rollout-batch-size", 0) * _number(trainer, "n-samples-per-prompt")
+    batch = _number(trainer, "global-batch-size", 0)
+    if not rollout or not batch:
+        yield "trainer.flags: rollout-batch-size and global-batch-size have to be there"
+    elif rollout % batch:
+        yield f"trainer.flags.global-batch-size: {rollout} samples a rollout are not whole batches of {batch}"
+
+
+def _rounding(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
+    """Checkpoint, trainer and engine have to round NVFP4 alike, or the first delta does not fit its base."""
+    engine = recipe.engine.environment
+    sides = {
+        "trainer": trainer.environment.get(f"NVTE_{ERROR_MODE}"),
+        "engine": engine.get(f"FLASHINFER_{ERROR_MODE}"),
+    }
+    if len(set(sides.values())) != 1:
+        yield f"{ERROR_MODE}: the trainer's is {sides['trainer']}, the engine's {sides['engine']}"
+    prepared = recipe.served.prepared if recipe.serve in recipe.checkpoints else None
+    if recipe.serve not in recipe.checkpoints or recipe.served.quantization != "nvfp4-modelopt":
+        return
+    for end in ("start", "end"):
+        flag = f"num-layers-at-{end}-in-bf16"
+        made = re.search(rf"--{flag} (\d+)", prepared.command) if prepared else None
+        converted = int(made.group(1)) if made else 0
+        if prepared and _number(trainer, flag, 0) != converted:
+            yield f"trainer.flags.{flag}: {_number(trainer, flag, 0)}, the checkpoint's is {converted}"
