@@ -115,13 +115,11 @@ def main(root: Path, port: int, rollouts: int, checkout: Path, extra: list[str])
 
         train_async.train(parse_args())
     else:
-        import miles.ray.placement_group as placement
         from miles.utils.arguments import parse_args
 
-        # This revision places no bundle for external engines, and then looks for it.
-        placement._get_placement_group_layout = lambda args: (
-            args.actor_num_gpus_per_node + 1, args.actor_num_gpus_per_node
-        )  # fmt: skip
+        from stitch_miles.launch import place_external_engines
+
+        place_external_engines()
         loop = importlib.import_module("train_async" if fully_async else "train")
         asyncio.run(loop.train(parse_args()))
     print("finished", flush=True)

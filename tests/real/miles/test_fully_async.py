@@ -64,7 +64,7 @@ def lives(world: World) -> list[str]:
         stitch_inner_generate="held_back.generate", held_back_sample=HELD_BACK,
         held_back_versions=MOST_STALE + 2,
     )  # fmt: skip
-    port = world.gateway().url().rpartition(":")[2]
+    port = world.gateway(base_gpu=0).url().rpartition(":")[2]
     world.replica("a", "--engine-opt=pace=0.15")
     world.replica("b", "--engine-opt=pace=0.15", kv_mode="retract")
     first = train(world, port)

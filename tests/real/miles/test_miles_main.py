@@ -26,7 +26,7 @@ def train(world: World, port: str, rollouts: int, *flags: str) -> None:
 
 def test_miles_publishes_rolls_out_and_resumes(world: World) -> None:
     keep_files(world)
-    port = world.gateway().url().rpartition(":")[2]
+    port = world.gateway(base_gpu=0).url().rpartition(":")[2]
     world.replica("a")
     train(world, port, 2)
     versions = chain(world)

@@ -50,7 +50,7 @@ def test_slime_publishes_rolls_out_and_resumes(world: World) -> None:
 
 def test_two_ranks_publish_what_one_of_them_wrote(world: World) -> None:
     keep_files(world)
-    port = world.gateway(trainer_gpus=2).url().rpartition(":")[2]
+    port = world.gateway(base_gpu=2).url().rpartition(":")[2]
     world.replica("a")
     train(world, port, 2, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
     versions = chain(world)

@@ -31,7 +31,7 @@ RANKS = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
 
 def fleet(world: World) -> str:
     """A replica and a gateway, whose port it returns."""
-    port = world.gateway(trainer_gpus=2).url().rpartition(":")[2]
+    port = world.gateway(base_gpu=2).url().rpartition(":")[2]
     world.replica("a")
     return port
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.real
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_two_ranks_publish_one_policy(world: World, split: str) -> None:
-    gateway = world.gateway(trainer_gpus=2)
+    gateway = world.gateway(base_gpu=2)
     world.replica("a")
     trainer = world.trainer(
         gateway, 2, "--actor-num-gpus-per-node", "2", f"--{split}-model-parallel-size", "2"
