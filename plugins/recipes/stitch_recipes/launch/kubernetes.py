@@ -50,8 +50,9 @@ time. No tokens are asked for, since stock trainers have none to show: keep thes
 a NetworkPolicy where others share it (docs/threat-model.md)."""
 _HOUSEKEEPING = """Short joins, and a store that does not grow. Neither needs to run for the run to go on."""
 _TRAINER = """The trainer, on a Ray cluster of its own (KubeRay 1.2 or newer). It starts when replicas are
-ready. After a failure KubeRay makes a new cluster; the trainer claims the run, which fences the one before,
-resumes from its newest checkpoint and counts on. Stop training alone:
+ready. Its prompts are on the volume {data_claim}, where its flags in train.sh say. After a failure KubeRay
+makes a new cluster; the trainer claims the run, which fences the one before, resumes from its newest
+checkpoint and counts on. Stop training alone:
   kubectl --namespace {namespace} delete rayjob {name}-train"""
 
 

@@ -27,7 +27,10 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     text = (resources.files(__package__) / "scripts" / "app.py.txt").read_text("utf-8")
     text = _part(text, "compactor", recipe.versions.compact)
     text = _part(text, "trainer", recipe.trainer is not None)
-    run = {"recipe": recipe.model_dump(mode="json"), "site": site.model_dump(mode="json")}
+    run = {
+        "recipe": recipe.model_dump(mode="json", exclude_none=True),
+        "site": site.model_dump(exclude_none=True),
+    }
     note = (
         "# What app.py reads, here and in every container: the recipe with its blocks merged, and the site.\n"
     )

@@ -72,7 +72,7 @@ def follow(process: Process, seconds: float) -> None:
     child = start(process)
     try:
         code = child.wait(seconds)
-        raise RuntimeError(f"{process.argv[:2]} ended with {code}")
+        raise RuntimeError(f"{_name(process.argv)} ended with {code}")
     except subprocess.TimeoutExpired:
         stop(child)
 
@@ -89,6 +89,7 @@ def train(deployment: Deployment) -> None:
     if rank > 0:
         node = Process(("ray", "start", "--address", f"{head}:{RAY_PORT}", *gpus), job.environment)
         _joins(node)
+        _leave()
         return
     SETTINGS.mkdir(exist_ok=True)
     for name, content in training.configuration_files(deployment.recipe, deployment.site).items():
@@ -101,6 +102,7 @@ def train(deployment: Deployment) -> None:
     finally:
         stop(gateway)
         stop(ray)  # which ends the other nodes
+        _leave()
 
 
 def _place(nodes: int) -> tuple[int, str]:
@@ -122,6 +124,11 @@ def _joins(node: Process) -> None:
         if time.monotonic() - started > 60 or time.monotonic() > until:
             return
         time.sleep(5)
+
+
+def _leave() -> None:
+    """Nothing of Ray stays: Modal may run the next try in the same container."""
+    subprocess.run(("ray", "stop", "--force"), cwd="/")
 
 
 def start(process: Process, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

@@ -9,6 +9,7 @@ from importlib import resources
 
 from .. import processes, training
 from ..errors import RecipeError
+from ..processes import Process
 from ..schema import Recipe
 from ..site import Site
 from .common import (
@@ -18,12 +19,37 @@ from .common import (
     RESTARTS,
     converts,
     dumped,
+    engine_image,
+    engine_setup,
     needed,
     once,
+    service_setup,
+    trainer_image,
+    trainer_setup,
 )
 from .files import File
 
 ALWAYS = ("common", "local", "launch", "stop", "replica", "gateway", "collector")
+INSTALL = """#!/usr/bin/env bash
+# What this run needs on a host, over what the image or machine has: install.sh trainer|replica|gateway
+# Made for these images, in which ssh may end as well:
+#   trainer  {trainer_image}
+#   replica  {engine_image}
+#   gateway  any with Python 3.11 or newer
+set -euo pipefail
+case ${{1:-}} in
+trainer)
+{trainer}
+  ;;
+replica)
+{replica}
+  ;;
+gateway)
+{gateway}
+  ;;
+*) echo "install.sh trainer|replica|gateway" >&2; exit 2 ;;
+esac
+"""
 TRAINING = ("ray-head", "ray-worker", "train")
 
 Setting = str | int | Iterable[str]
@@ -32,7 +58,11 @@ Setting = str | int | Iterable[str]
 def render(recipe: Recipe, site: Site) -> list[File]:
     """The directory that ``launch.sh`` ships to every host. Raises RecipeError for hosts that are missing."""
     names = [*ALWAYS, *(["compactor"] if recipe.versions.compact else [])]
-    files = [File("settings.sh", _settings(recipe, site)), File("prepare.sh", _prepare(recipe, site))]
+    files = [
+        File("install.sh", _install(recipe, site)),
+        File("settings.sh", _settings(recipe, site)),
+        File("prepare.sh", _prepare(recipe, site)),
+    ]
     if recipe.trainer is not None:
         names += TRAINING
         contents = training.configuration_files(recipe, site)
@@ -153,8 +183,8 @@ def _prepare(recipe: Recipe, site: Site) -> str:
         lacks = f"{target} is made by the trainer: share {site.models}, or copy it to this host"
         fetch = f"[[ -d {target} ]] || die {shlex.quote(lacks)}\n"
     else:
-        fetch = "".join(f"{step.shell()}\n" for step in served)
-    steps = "".join(f"\n{once(step, site).shell()}\n" for step in training.prepare(recipe, site))
+        fetch = "\n  ".join(map(_command, served)) + "\n"
+    steps = "".join(f"\n{_command(once(step, site))}\n" for step in training.prepare(recipe, site))
     return f"""#!/usr/bin/env bash
 # Fetch and convert what this host lacks: all checkpoints, or with "served" the one that replicas boot from.
 # Run it again after a failure: what was done is left.
@@ -165,6 +195,27 @@ if [[ ${{1:-}} == served ]]; then
   {fetch}  exit 0
 fi
 {steps}"""
+
+
+def _install(recipe: Recipe, site: Site) -> str:
+    trainer = recipe.trainer
+    lines = {
+        "trainer": trainer_setup(trainer, site, "gateway", "cli", "recipes") if trainer else [],
+        "replica": engine_setup(site, "cli"),
+        "gateway": service_setup(site, "recipes"),
+    }
+    texts = {name: "\n".join(f"  {line}" for line in given or [":"]) for name, given in lines.items()}
+    images = {"engine_image": engine_image(recipe, site), "trainer_image": "none"}
+    if trainer:
+        images["trainer_image"] = trainer_image(trainer, site)
+    return INSTALL.format(**texts, **images)
+
+
+def _command(process: Process) -> str:
+    """As one command of a script, each variable and flag on a line of its own."""
+    given = _environment(process.environment)
+    before = " \\\n  ".join(["env", *map(shlex.quote, given)]) + " \\\n  " if given else ""
+    return before + processes.lines(process.argv)
 
 
 def _there(site: Site) -> str:

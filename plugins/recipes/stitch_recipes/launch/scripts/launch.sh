@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Start the run on the hosts of the site, from any machine that reaches them:
+# Start the run on the hosts of the site, from any machine that reaches them. Before the first time: on each host
+# `install.sh` in the environment that the site's `activate` names, and prompts where the recipe looks for them
+# (the trainer's flags in settings.sh). Then:
 #
 #   ./launch.sh                          everything, in order
 #   ./launch.sh prepare | serve | train  a part of it
