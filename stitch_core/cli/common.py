@@ -203,8 +203,10 @@ def scratch(directory: Path | None) -> Iterator[Path]:
 
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
-    """One result: JSON on one line, or text for people."""
-    print(json.dumps(value) if as_json else text(), flush=True)
+    """One result: JSON on one line, or text for people. What the output cannot show of a name is escaped."""
+    shown = json.dumps(value) if as_json else text()
+    encoding = sys.stdout.encoding or "utf-8"
+    print(shown.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def say(text: str) -> None:

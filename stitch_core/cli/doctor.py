@@ -304,7 +304,7 @@ async def _place(url: str) -> AsyncIterator[str]:
         root = root.parent
     place = root / f".stitch-doctor-{secrets.token_hex(8)}"
     try:
-        yield f"file:{quote(str(place))}"
+        yield f"file:{quote(os.fsencode(place))}"
     finally:
         await asyncio.to_thread(PosixFiles().remove_tree, place)
 

@@ -37,4 +37,8 @@ def is_read_only(path: Path) -> bool:
 def directory_of(url: str) -> Path | None:
     """The directory of a ``file:`` store; None for others."""
     parts = urlsplit(url)
-    return Path(os.path.abspath(unquote(parts.path))) if parts.scheme == "file" else None
+    return (
+        Path(os.path.abspath(unquote(parts.path, errors="surrogateescape")))
+        if parts.scheme == "file"
+        else None
+    )

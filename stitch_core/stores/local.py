@@ -407,4 +407,4 @@ def open_url(url: str) -> LocalStore:
         raise BadUrl(
             f"{url!r} names no directory of this machine: write file:/path, with ? and # as %3F and %23"
         )
-    return LocalStore(Path(unquote(parts.path)))
+    return LocalStore(Path(unquote(parts.path, errors="surrogateescape")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -102,3 +104,26 @@ def test_the_doctor_was_content_with_a_file_in_the_place_of_the_store(shell: She
         "check": "list", "result": "fail", "detail": f"NoStore: {path} is a file: a store is a directory",
         "do": said.json["checks"][0]["do"],
     }  # fmt: skip
+
+
+def test_a_name_that_is_no_utf8_made_a_finished_command_a_failure(run: Shell) -> None:
+    """The checkout was there, and 'codec can't encode' was all that was said."""
+    directory = run.root / os.fsdecode(b"odd\xff")
+    said = run("checkout", "r/2", directory, "--store", run.store)
+    assert said.code == 0, said.err
+    assert "odd\\udcff is r/weight_v000002, verified" in said.out
+    assert directory.is_dir()
+
+
+@pytest.mark.parametrize("spelling", ["as it is", "quoted"])
+def test_a_store_of_such_a_name_was_another_when_its_url_was_quoted(shell: Shell, spelling: str) -> None:
+    """%FF was read as U+FFFD: another directory, and a run of the same name in it."""
+    path = shell.root / os.fsdecode(b"store\xff")
+    quoted = f"file:{quote(os.fsencode(path))}"
+    shell.store = f"file:{path}"
+    assert shell.claim().code == 0
+    shell.store = shell.store if spelling == "as it is" else quoted
+    assert shell.head() == (0, 1)
+    said = shell("doctor", "--store", shell.store, "--json")
+    assert said.code == 0, said.out
+    assert [p.name for p in shell.root.iterdir() if p.name.startswith("store")] == [path.name]
