@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from .. import training
 from ..errors import RecipeError
 from ..schema import Recipe, Trainer
-from ..site import Site
+from ..site import read_site
 from . import flags
 
 ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
@@ -31,7 +31,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.model_script: {trainer.framework} {trainer.revision} has no {trainer.model_script}"
     stitch = training.stitch(recipe, trainer, "gateway", "/configuration")
     yield from flags.problems("what Stitch adds", stitch, known)
-    placed = training.placement(recipe, trainer, Site())
+    placed = training.placement(recipe, trainer, read_site(None))
     yield from flags.problems("what places the trainer", placed, known)
     for name in sorted(set(trainer.flags) & (set(stitch) | set(placed))):
         yield f"trainer.flags.{name}: it follows from other fields of the recipe"
