@@ -70,6 +70,13 @@ def test_a_byte_that_is_not_the_trainers_fails_by_name(
         rehearse("qwen3-0.6b", "bf16", tmp_path, Versions(compact=False), Training(1e-6))
 
 
+def test_a_layout_that_cannot_be_fails_by_the_recipes_name(tmp_path: Path) -> None:
+    described, all_of_it = model("moonlight-16b-a3b")
+    odd = all_of_it["int4"].model_copy(update={"group_size": None})
+    with pytest.raises(RehearsalFailed, match="odd: int4-packed needs the checkpoint's group_size"):
+        rehearse_checkpoint("odd", described.geometry, odd, Versions(), tmp_path, change=Training())
+
+
 REPRESENTATIONS = [pair for pair in checkpoints() if pair[1] != "nvfp4-nvidia"]
 
 

@@ -14,8 +14,15 @@ from stitch_recipes.layout.quantize import dequantize
 from stitch_recipes.layout.rounding import from_bf16
 from stitch_recipes.layout.scaled import scaled, scaled_checkpoint
 from stitch_recipes.layout.spec import Tensor
-from stitch_recipes.layout.synthesis import Stored, Synthetic, Training, stored, write_checkpoint
-from stitch_recipes.layout.synthetic import changed, densities
+from stitch_recipes.layout.synthesis import (
+    Stored,
+    Synthetic,
+    Training,
+    stored,
+    synthetic_seed,
+    write_checkpoint,
+)
+from stitch_recipes.layout.synthetic import changed, densities, perturbed
 from stitch_recipes.layout.tensors import tensors
 from stitch_recipes.schema import Checkpoint
 from tests.recipes.layout.models import model
@@ -149,6 +156,29 @@ def test_synthetic_versions_have_the_public_tables_densities(
     change = Synthetic(densities(how.quantization, {}))
     content = list(stored(geometry, how, steps=2, change=change))
     assert overall(content, dtype, end) == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("glm-4.5-air", "fp8"),
+        ("glm-5.2", "fp8"),
+        ("glm-5.2", "nvfp4"),
+        ("kimi-k3", "mxfp4"),
+        ("kimi-k2.6", "int4"),
+    ],
+)
+def test_a_checkpoint_on_disk_is_perturbed_as_one_that_was_made_here(name: str, key: str) -> None:
+    """By names alone, which is all that a published one has."""
+    geometry, how = small(name, key)
+    density = densities(how.quantization, {})
+    content = list(stored(geometry, how, seed=3, steps=2, change=Synthetic(density)))
+    for version in (1, 2):
+        before = ((one.tensor, one.at(version - 1)) for one in content)
+        made = perturbed(before, how, density, synthetic_seed(3, version))
+        for one, (tensor, data) in zip(content, made, strict=True):
+            assert tensor == one.tensor
+            assert np.array_equal(data, one.at(version)), tensor.name
 
 
 def test_a_recipes_own_densities_come_first() -> None:

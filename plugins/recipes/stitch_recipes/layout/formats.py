@@ -111,6 +111,13 @@ def scope(checkpoint: Checkpoint) -> Callable[[Tensor], bool]:
     return quantizes
 
 
+def of_quantized(checkpoint: Checkpoint) -> Callable[[Tensor], bool]:
+    """Whether a tensor of this checkpoint is a part of a weight that is quantized, by its name."""
+    inside = scope(checkpoint)
+    suffix = re.compile(r"\.(weight(_packed|_scale|_scale_2|_scale_inv|_shape)?|input_scale)$")
+    return lambda tensor: inside(Tensor(suffix.sub(".weight", tensor.name), "BF16", (0, 0)))
+
+
 def parts(master: Tensor, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
     """What stands for a weight that is quantized. Raises LayoutError for groups that are not whole."""
     how, group = FORMATS[checkpoint.quantization], group_of(checkpoint)

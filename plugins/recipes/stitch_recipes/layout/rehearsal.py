@@ -17,12 +17,14 @@ from stitch_core.chain import ChainReader
 from stitch_core.compactor import Compactor
 from stitch_core.delta.sparse_file import width_of
 from stitch_core.files import PosixFiles
-from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
+from stitch_core.lineage import NoPlan
 from stitch_core.manifest import Manifest
 from stitch_core.planner import Planner
 from stitch_core.policy_publisher import PolicyPublisher, Published
-from stitch_core.ports import Store, SystemClock
-from stitch_core.replica.staging import Stager
+from stitch_core.ports import Store, StoreError, SystemClock
+from stitch_core.publisher import PublishError
+from stitch_core.replica.staging import NoRoom, Stager, WrongBase
 from stitch_core.safetensors import Tensor
 from stitch_core.stores import open_store
 
@@ -34,6 +36,18 @@ from .synthetic import densities
 
 DELTAS = 4
 """As many as a compactor merges into its first span."""
+
+FAILURES = (
+    PublishError,
+    StoreError,
+    HostCheckpointError,
+    RepresentationInvalid,
+    NoPlan,
+    WrongBase,
+    NoRoom,
+    ValueError,
+)
+"""Of publishing and staging, and of a layout or a delta that cannot be: the recipe's fault or Stitch's."""
 
 SHARD_BYTES = 4 << 20
 RUN = "rehearsal"
@@ -87,7 +101,7 @@ def rehearse(
     The served checkpoint, scaled down, becomes version 0 of a run; deltas of the recipe's encoding are
     published by the trainer's publisher; hosts join through the planner. ``change`` defaults to training at
     the recipe's learning rate. Everything blocks: call it in a thread where an event loop runs. Raises
-    RehearsalFailed, LayoutError, and what publishing and staging raise.
+    RehearsalFailed, and OSError where the disk is full or the directory is used.
     """
     geometry = recipe.model.geometry
     checkpoint = recipe.checkpoints[recipe.serve]
@@ -123,6 +137,22 @@ def rehearse_checkpoint(
     of: str = "",
 ) -> Report:
     """See ``rehearse``; ``geometry`` and ``checkpoint`` are those of full size."""
+    try:
+        return _rehearse(name, geometry, checkpoint, versions, directory, change, seed, of)
+    except FAILURES as error:
+        raise RehearsalFailed(f"{name}: {error}") from error
+
+
+def _rehearse(
+    name: str,
+    geometry: Geometry,
+    checkpoint: Checkpoint,
+    versions: Versions,
+    directory: Path,
+    change: Training | Synthetic,
+    seed: int,
+    of: str,
+) -> Report:
     began = time.monotonic()
     files = PosixFiles()
     small, how = scaled(geometry), scaled_checkpoint(checkpoint, geometry)

@@ -79,8 +79,15 @@ def stored(
             for one in _encoded(masters, checkpoint, quantized, [initial(m, seed) for m in masters]):
                 flat = [one[1]]
                 for step in range(moves):
-                    flat.append(changed(flat[-1], one[0], quantized, change.density, seed * 65536 + step))
+                    flat.append(
+                        changed(flat[-1], one[0], quantized, change.density, synthetic_seed(seed, step + 1))
+                    )
                 yield Stored(one[0], flat)
+
+
+def synthetic_seed(seed: int, version: int) -> int:
+    """The seed of what changes from the version before; see synthetic.perturbed."""
+    return seed * 65536 + version
 
 
 def write_checkpoint(

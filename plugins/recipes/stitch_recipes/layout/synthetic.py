@@ -6,12 +6,13 @@ values in FP8, 0.3 % in 4 bits, 1 % of those in BF16 and F32; scales as the valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from .formats import INPUT_SCALE
+from ..schema import Checkpoint
+from .formats import INPUT_SCALE, of_quantized
 from .geometry import Quantization
 from .masters import generator
 from .spec import Tensor
@@ -39,6 +40,19 @@ _WIDTH = {"BF16": 2, "F32": 4}
 def densities(how: Quantization, given: Density) -> dict[str, float]:
     """``given``, and the public table's where it says nothing."""
     return {"quantized": QUANTIZED[how], "high_precision": HIGH_PRECISION, **given}
+
+
+def perturbed(
+    content: Iterable[tuple[Tensor, Bytes]], checkpoint: Checkpoint, density: Density, seed: int
+) -> Iterator[tuple[Tensor, Bytes]]:
+    """The next version of any checkpoint's tensors, published ones too; immutable ones stay as they are.
+
+    Another ``seed`` for each version, or the same elements change back.
+    """
+    is_part = of_quantized(checkpoint)
+    for tensor, data in content:
+        fixed = tensor.name.startswith(tuple(checkpoint.immutable))
+        yield tensor, data if fixed else changed(data, tensor, is_part(tensor), density, seed)
 
 
 def changed(data: Bytes, tensor: Tensor, of_quantized: bool, density: Density, seed: int) -> Bytes:
