@@ -85,7 +85,7 @@ def engines(beat: float) -> tuple[Process, list[int]]:
 
 
 def gateway(ports: list[int]) -> Process:
-    command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--port", "0"]
+    command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--port", "0", "--leave", "0"]
     for port in ports:
         command += ["--replica", f"http://127.0.0.1:{port}"]
     process = Process(command)

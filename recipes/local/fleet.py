@@ -76,7 +76,18 @@ class Fleet:
     async def start_gateway(self, port: int = 0) -> str:
         """Its URL. It needs no replica to start."""
         child = await self._spawn(
-            "gateway", [*CLI, "gateway", "--store", self.settings.store_url, "--port", str(port), "--json"]
+            "gateway",
+            [
+                *CLI,
+                "gateway",
+                "--store",
+                self.settings.store_url,
+                "--port",
+                str(port),
+                "--leave",
+                "0",
+                "--json",
+            ],
         )
         child.served = True
         self.gateway = child

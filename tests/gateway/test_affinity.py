@@ -148,7 +148,8 @@ def load(running: int, waiting: int) -> dict[str, int]:
     return {"num_running_reqs": running, "num_waiting_reqs": waiting}
 
 
-async def test_the_engines_queue_decides(fleet: Fleet) -> None:
+async def test_the_engines_queue_decides(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stitch_gateway.fleet.LOADS_EVERY", 0.02)
     replicas = [
         Telling({"loads": [load(3, 90), load(2, 5)]}),
         Telling({"loads": [load(1, 0)]}),
@@ -215,7 +216,8 @@ async def test_one_late_probe_is_no_loss(fleet: Fleet) -> None:
 
     async def late(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") == "/ready" and silent.is_set():
-            await asyncio.sleep(30)
+            await receive()
+            await receive()  # until the gateway has given up
         await handler(scope, receive, send)
 
     handler, app._http = app._http, late

@@ -52,6 +52,7 @@ def test_numbers_that_mean_nothing(option: str, value: str, capsys: pytest.Captu
     assert f"argument {option}: invalid" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_a_facade_over_a_store(tmp_path: Path) -> None:
     store = open_store(f"file:{tmp_path}")
     head = Head(3, 1, manifest_key(3, 1), "sha256:" + "0" * 64, "writer")

@@ -162,12 +162,12 @@ async def test_no_request_of_the_trainer_reaches_an_engine(run: Run) -> None:
 
 
 async def test_an_update_waits_for_the_head_and_then_says_what_is_missing(run: Run) -> None:
-    await run.start(hold=0.3)
+    await run.start(hold=0.15)
     status, value = await run.fleet.post({**PULL, "target_version": 0}, "/pull_weights")
     assert (status, value["error"]["type"]) == (409, "WeightVersionNotReady")
     assert "claimed" in value["error"]["message"]
     await run.store.publish(4)
-    asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(run.store.publish(5)))
+    asyncio.get_running_loop().call_later(0.03, lambda: asyncio.ensure_future(run.store.publish(5)))
     assert (await run.fleet.post({**PULL, "target_version": 5}, "/pull_weights"))[0] == 200
     assert (await run.fleet.post({**PULL, "target_version": 2}, "/pull_weights"))[0] == 200
     for path, body in (
