@@ -75,19 +75,9 @@ class Fleet:
 
     async def start_gateway(self, port: int = 0) -> str:
         """Its URL. It needs no replica to start."""
+        store = self.settings.store_url
         child = await self._spawn(
-            "gateway",
-            [
-                *CLI,
-                "gateway",
-                "--store",
-                self.settings.store_url,
-                "--port",
-                str(port),
-                "--leave",
-                "0",
-                "--json",
-            ],
+            "gateway", [*CLI, "gateway", "--store", store, "--port", str(port), "--leave", "0", "--json"]
         )
         child.served = True
         self.gateway = child
