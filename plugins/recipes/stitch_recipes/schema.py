@@ -73,6 +73,16 @@ class Model(Part):
     unverified: list[str] = Field([], description="what in its layout is inferred, and from what")
 
 
+class Conversion(Part):
+    """How the trained checkpoint becomes Megatron's: the framework's tools/convert_hf_to_torch_dist.py."""
+
+    nodes: Annotated[int, Field(ge=1)] = Field(
+        1, description="of the trainer's; the model must fit on their GPUs"
+    )
+    flags: Flags = Field({}, description="parallel sizes; without any the tool splits layers over all ranks")
+    environment: Environment = {}
+
+
 class Trainer(Part):
     """The training side. Flags that Stitch needs are added by commands.py and are not here."""
 
@@ -87,6 +97,7 @@ class Trainer(Part):
     memory_request_gib: Annotated[int, Field(ge=1)] | None = None
     memory_limit_gib: Annotated[int, Field(ge=1)] | None = None
     disk_gib: Annotated[int, Field(ge=1)] | None = None
+    conversion: Conversion = Conversion()
     flags: Flags = {}
     files: dict[str, dict[str, Any]] = Field(
         {}, description="flags whose value is a YAML file of this content"

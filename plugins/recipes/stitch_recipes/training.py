@@ -150,22 +150,23 @@ def _bridge(chosen: Trainer) -> bool:
 
 
 def _megatron_checkpoint(recipe: Recipe, chosen: Trainer, site: Site) -> Process:
+    """To be run on each of the conversion's nodes, with NODE_RANK and MASTER_ADDR where there are several."""
     source = directory(recipe, site, chosen.checkpoint)
     arguments = ARGUMENTS[chosen.framework].format(script=chosen.model_script)
-    parallel = {
-        name: value for name, value in chosen.flags.items()
-        if name.startswith(("pipeline-model-", "expert-", "decoder-", "tensor-model-", "sequence-parallel"))
-    }  # fmt: skip
+    conversion = chosen.conversion
+    several = '--nnodes {} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500 '
+    nodes = several.format(conversion.nodes) if conversion.nodes > 1 else ""
     # MODEL_ARGS comes last: torchrun takes what stands before the script for itself.
     script = (
-        f"cd {HOME[chosen.framework]} && {arguments} && exec torchrun "
+        f"cd {HOME[chosen.framework]} && {arguments} && exec torchrun {nodes}"
         f'--nproc-per-node {chosen.gpus_per_node} "$@" "${{MODEL_ARGS[@]}}"'
     )
     words = (
-        "tools/convert_hf_to_torch_dist.py", *flags(parallel),
+        "tools/convert_hf_to_torch_dist.py", *flags(conversion.flags),
         "--hf-checkpoint", source, "--save", f"{source}-megatron",
     )  # fmt: skip
-    return Process(("bash", "-c", script, "convert", *words), {"PYTHONPATH": MEGATRON, **chosen.environment})
+    environment = {"PYTHONPATH": MEGATRON, **chosen.environment, **conversion.environment}
+    return Process(("bash", "-c", script, "convert", *words), environment)
 
 
 def _in_order(recipe: Recipe, wanted: set[str]) -> list[str]:

@@ -37,6 +37,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.flags.{name}: it follows from other fields of the recipe"
     for name in sorted(set(trainer.files) - set(known.flags)):
         yield f"trainer.files.{name}: {trainer.framework} {trainer.revision} has no --{name}"
+    yield from flags.problems("trainer.conversion.flags", trainer.conversion.flags, known)
     yield from _parallel(recipe, trainer)
     yield from _batches(trainer)
     yield from _rounding(recipe, trainer)
