@@ -154,6 +154,8 @@ def test_the_trainer_is_a_cluster_of_the_recipes_nodes_that_waits_for_replicas(r
     assert 1 + sum(group["replicas"] for group in groups) == recipe.trainer.nodes
     for group in [cluster["headGroupSpec"], *groups]:
         (node,) = group["template"]["spec"]["containers"]
+        assert "command" not in node
+        assert node["args"][0].endswith(" || exit 1")  # KubeRay adds: && ulimit ...; ray start ...
         assert group["rayStartParams"]["num-gpus"] == str(recipe.trainer.gpus_per_node)
         assert node["resources"]["limits"]["nvidia.com/gpu"] == recipe.trainer.gpus_per_node
     (gate,) = cluster["headGroupSpec"]["template"]["spec"]["initContainers"]

@@ -78,6 +78,7 @@ def trainer_setup(trainer: Trainer, site: Site, *extras: str) -> list[str]:
         # A server gives a commit by its whole name only.
         wanted = trainer.revision if len(trainer.revision) == 40 else ""
         revision = [
+            f"git init -q {root}",  # which leaves a repository as it is
             f"git -C {root} fetch {_REPOSITORIES[trainer.framework]} {wanted}".rstrip(),
             f"git -C {root} checkout --detach --force {trainer.revision}",
             f"python3 -m pip install --no-deps -e {root}",

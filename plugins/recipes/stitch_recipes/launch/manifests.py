@@ -98,6 +98,7 @@ def replicas(recipe: Recipe, site: Site) -> list[Manifest]:
         "spec": {
             "replicas": needed(recipe),
             "selector": selector,
+            "progressDeadlineSeconds": READY_SECONDS,
             # GPUs are all taken: a new pod finds room once an old one is gone.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "25%"}},
             "template": template(site, "replicas", _replica(recipe, engine, site)),
