@@ -91,26 +91,28 @@ async def test_a_restarted_replica_goes_on_from_its_host_checkpoint(f: Following
 # ------------------------------------------------------------------------------- what cannot be followed
 
 
-async def test_a_store_where_nothing_is_yet(f: Following, channel: Following) -> None:
+@pytest.mark.parametrize(
+    ("follows", "why"), [("channel", "channel latest is not there"), ("f", "run r has no head yet")]
+)
+async def test_a_store_where_nothing_is_yet(request: pytest.FixtureRequest, follows: str, why: str) -> None:
     """Waits and says why, once; then follows."""
-    for waiting, why in ((channel, "channel latest is not there"), (f, "run r has no head yet")):
-        async with waiting.running():
-            await waiting.until(lambda w=waiting: w.said != [])  # type: ignore[misc]
-            waiting.reconciler.wake()
-            await asyncio.sleep(0.02)
-            assert len(waiting.said) == 1
-            assert why in waiting.said[0]
-            status = waiting.reconciler.status()
-            assert (status["state"], status["ready"]) == ("booting", False)
-            assert why in status["why_not_ready"]
-            assert why in status["problem"]["message"]
-            waiting.point("r")
-            manifest = await waiting.publish()
-            waiting.reconciler.wake()
-            await waiting.serves(manifest)
-            await waiting.until(lambda w=waiting: w.problem() == "")  # type: ignore[misc]
-        assert "all is well again" in waiting.said[-1]
-        break
+    waiting: Following = request.getfixturevalue(follows)
+    async with waiting.running():
+        await waiting.until(lambda: waiting.said != [])
+        waiting.reconciler.wake()
+        await asyncio.sleep(0.02)
+        assert len(waiting.said) == 1
+        assert why in waiting.said[0]
+        status = waiting.reconciler.status()
+        assert (status["state"], status["ready"]) == ("booting", False)
+        assert why in status["why_not_ready"]
+        assert why in status["problem"]["message"]
+        waiting.point("r")
+        manifest = await waiting.publish()
+        waiting.reconciler.wake()
+        await waiting.serves(manifest)
+        await waiting.until(lambda: waiting.problem() == "")
+    assert "all is well again" in waiting.said[-1]
 
 
 async def test_c02_a_pointer_that_cannot_be_read(f: Following) -> None:
