@@ -3,17 +3,20 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stitch_core.ports import SystemClock
 from stitch_core.replica.admission import Gate
+from stitch_core.replica.service import Announcer, replica_key
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.versions import PolicyVersion, VersionConstraint
 from stitch_gateway.pools import LONG_GONE, LONGEST_UNREAD, StorePool
 from tests.gateway.fleet import Fleet
 from tests.gateway.test_affinity import home
+from tests.replica.following import Following
 
 HOURS = 5 * 3600.0
 LIFETIME = 15.0
@@ -190,3 +193,36 @@ async def test_a_gate_waits_by_the_monotonic_clock(monkeypatch: pytest.MonkeyPat
     assert not drained.done()
     gate.release(ticket)  # type: ignore[arg-type]
     assert await drained == []
+
+
+@pytest.mark.parametrize("jump", [HOURS, -HOURS])
+async def test_a_replica_goes_on_announcing_itself_and_gateways_go_on_seeing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    f = Following(tmp_path)
+    await f.publish()
+    announcer = Announcer(f.store, f.reconciler, "one", "http://here:1", lifetime=0.09)
+    pool = StorePool(f.store, SystemClock(), long_gone=30.0)
+    announcing = asyncio.ensure_future(announcer.run())
+    set_off = jumping(monkeypatch)
+
+    async def renewed() -> float:
+        """When the replica says that it renewed its record, once it has done so three times more."""
+        records: set[float] = set()
+        deadline = time.monotonic() + 5
+        while len(records) < 4:
+            assert time.monotonic() < deadline
+            records.add(json.loads((await f.store.load(replica_key("one"))).data)["time"])
+            assert [address.id for address in await pool.replicas()] == ["one"]
+            await asyncio.sleep(0.01)
+        return time.time() - max(records)
+
+    try:
+        await asyncio.sleep(0.02)
+        for seconds in (0.0, jump, 0.0):
+            set_off(seconds)
+            await renewed()
+            assert abs(await renewed()) < 1.0
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
