@@ -7,8 +7,8 @@ Format: u64 little-endian header length, a JSON object (``name -> {dtype, shape,
 from __future__ import annotations
 
 import json
-import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +79,22 @@ def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; ValueError for an unknown dtype or a size that is not whole bytes."""
     if dtype not in ITEM_BITS:
         raise ValueError(f"unknown dtype {dtype!r}")
-    bits = math.prod(shape) * ITEM_BITS[dtype]
+    bits = _product(shape) * ITEM_BITS[dtype]
     if bits % 8:
         raise ValueError(f"shape {list(shape)} of {dtype} is not a whole number of bytes")
     return bits // 8
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    """Not ``math.prod``: with a header's millions of large sizes that would not end."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count >= 1 << 63:
+            raise ValueError(f"a shape of {len(shape)} dimensions has more than 2^63 elements")
+    return count
 
 
 # ------------------------------------------------------------------------------------------------ read
@@ -153,8 +165,8 @@ def _counts(value: Any) -> tuple[int, ...] | None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} appears twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name!r} appears twice")
     for name in result:
         name.encode()  # a lone surrogate is a name that no file could hold as UTF-8
     return result
