@@ -11,6 +11,7 @@ from ..anchors import Anchors
 from ..chain import ChainReader, NoHead
 from ..checkpoint import Checkpoint
 from ..compactor import Compactor
+from ..delta.sparse_file import width_of
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
 from ..manifest import canonical_json
@@ -22,7 +23,7 @@ from ..retry import Retry
 from ..spans import Shape
 from .process import SimulatedProcess
 from .sim_keeper import hint
-from .sim_world import BOOT, DISK, World
+from .sim_world import BOOT, DISK, LAYOUT, World
 
 SHORT = Retry(attempts=5, first=0.5, cap=10.0, deadline=90.0)
 RECORD_LIFE = 15.0
@@ -94,11 +95,24 @@ SMALL = Shape(2, 4, 8)
 
 
 class SimulatedCompactor(SimulatedJob):
-    """Compacts again and again; ``grace`` in seconds for replaced aggregates."""
+    """Compacts again and again; ``grace`` in seconds for replaced aggregates.
 
-    def __init__(self, world: World, name: str, run: str, *, grace: float, every: float = 10.0) -> None:
+    ``transcodes``: it knows the tensors' widths, so its spans are sparse, whatever the deltas are.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        run: str,
+        *,
+        grace: float,
+        every: float = 10.0,
+        transcodes: bool = False,
+    ) -> None:
         super().__init__(world, name, run)
         self.grace, self.every = grace, every
+        self.widths = {name: width_of(dtype) for name, (dtype, _) in LAYOUT.items()} if transcodes else None
 
     async def _live(self, process: SimulatedProcess) -> None:
         world, files = self.world, self.machine.files(process)
@@ -108,7 +122,7 @@ class SimulatedCompactor(SimulatedJob):
         compactor = Compactor(
             world.store(process), self.run, work, process.name, files=files, clock=world.clock(),
             rng=world.random, run_blocking=world.loop.run_blocking, grace=self.grace, policy=SHORT,
-            shape=SMALL, say=lambda text: world.trace.add(f"{process.name}: {text}"),
+            shape=SMALL, widths=self.widths, say=lambda text: world.trace.add(f"{process.name}: {text}"),
         )  # fmt: skip
         while True:
             await asyncio.sleep(self.every * world.random.uniform(0.2, 1.8))

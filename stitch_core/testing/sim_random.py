@@ -29,7 +29,7 @@ async def anything(world: World) -> None:
     switch = random.random() < 0.3
     follow = Follow(channel="latest") if switch or random.random() < 0.3 else Follow(run="a")
     versions, hasty = random.randint(3, 9), random.choice((0.0, 0.25))
-    encoding = random.choice(("xor", "xor", "sparse"))
+    encoding = random.choice(("xor", "xor", "sparse", "mixed"))
     saves, stubborn = random.choice((0.0, 0.0, 0.4)), random.choice((0, 0, 3))
     trainers = [
         SimulatedTrainer(
@@ -47,8 +47,10 @@ async def anything(world: World) -> None:
         )
         for i in range(random.randint(1, 3))
     ]  # fmt: skip
-    count = random.choice((0, 0, 2))
-    compactors = [SimulatedCompactor(world, f"compact{i}", "a", grace=60.0) for i in range(count)]
+    compactors = [
+        SimulatedCompactor(world, f"compact{i}", "a", grace=60.0, transcodes=random.random() < 0.5)
+        for i in range(random.choice((0, 0, 1, 2)))
+    ]
     for trainer in trainers:
         trainer.encoding = encoding
     point(world, "a")

@@ -7,12 +7,15 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..delta import overwrite
+from ..delta.directory import write_delta
 from ..delta.encoder import DeltaEncoder
 from ..manifest import Manifest
 from ..ports import Files, StoreError
 from ..publisher import Boot, ClaimRefused, Fenced, OutcomeUnknown, Payload, Publisher, PublishError
 from ..retry import Retry
-from .checkpoints import write_checkpoint
+from ..state import changed_tensors, state_digest
+from .checkpoints import table_of, write_checkpoint
 from .process import SimulatedProcess
 from .sim_files import SimulatedMachine
 from .sim_world import BOOT, Weights, World
@@ -52,7 +55,8 @@ class SimulatedTrainer:
     up on a publish at some moment. ``changes``: the tensors that a step changes, all by default. ``fenced``
     is set when another writer took the run: it publishes nothing more, unless its supervisor starts it again
     all the same, ``stubborn`` times. ``save_rate``: how often a version is saved; it resumes from the last
-    one, ``saved``, and from the head's weights when none was. ``refused`` are claims of a version that a
+    one, ``saved``, and from the head's weights when none was. ``encoding`` may be "mixed": another one now
+    and then. ``refused`` are claims of a version that a
     rollback gave up; then an operator takes ``saved`` away.
     """
 
@@ -138,15 +142,15 @@ class SimulatedTrainer:
 
     async def _train(self, publisher: Publisher, files: Files, state: str) -> None:
         """From weights of that state, as a checkpoint that was saved with them has them."""
-        weights = self.world.weights[state]
-        encoder = DeltaEncoder(weights, self.encoding)
+        base = weights = self.world.weights[state]
+        encoder = self._encoder(weights)
         below_floor = not await publisher.builds_on(state)
         while publisher.head.number < self.versions:
             await asyncio.sleep(self.world.timing.train * self.world.random.uniform(0.2, 1.8))
             weights = self.world.trained(weights, self.changes)
             number = publisher.reserve()
             try:
-                payload = self._encode(encoder, weights, files, number, below_floor)
+                payload = self._encode(encoder, base, weights, files, number, below_floor)
                 # Now and then a caller loses patience, at whatever point.
                 impatient = self.world.random.random() < self.impatience
                 async with asyncio.timeout(self.world.random.uniform(0, 30) if impatient else None):
@@ -160,17 +164,29 @@ class SimulatedTrainer:
             else:
                 with contextlib.suppress(OSError):
                     files.remove_tree(payload.directory)
-                if payload.kind == "delta":
+                how = payload.encoding or payload.kind
+                self.world.trace.add(f"{self.name}: {number} is published as {how}")
+                if how in ("xor", "sparse") and self.encoding != "mixed":
                     encoder.commit()
                 else:
-                    encoder = DeltaEncoder(weights, self.encoding)
-                below_floor = False
+                    encoder = self._encoder(weights)
+                base, below_floor = weights, False
                 if self.world.random.random() < self.save_rate:
                     self.saved = Saved(number, payload.state)
         self.done.set()
 
+    def _encoder(self, weights: Weights) -> DeltaEncoder:
+        mixed = self.encoding == "mixed"
+        return DeltaEncoder(weights, self.world.random.choice(("xor", "sparse")) if mixed else self.encoding)
+
     def _encode(
-        self, encoder: DeltaEncoder, weights: Weights, files: Files, number: int, below_floor: bool
+        self,
+        encoder: DeltaEncoder,
+        base: Weights,
+        weights: Weights,
+        files: Files,
+        number: int,
+        below_floor: bool,
     ) -> Payload:
         directory = WORK / f"v{number}"
         files.remove_tree(directory)
@@ -178,7 +194,29 @@ class SimulatedTrainer:
         if self.world.random.random() < self.full_rate or below_floor:
             write_checkpoint(directory, files, weights, shards=2)
             return Payload("full", self.world.know(weights), directory, tuple(files.list(directory)))
+        if self.encoding == "mixed" and self.world.random.random() < 0.2:
+            return _overwritten(base, weights, directory, files, number)
         delta = encoder.encode(weights, directory, files, number=number, base_number=number - 1)
         return Payload(
             "delta", delta.state, directory, delta.files, delta.base, delta.encoding, delta.changed, number
         )
+
+
+def _overwritten(base: Weights, weights: Weights, directory: Path, files: Files, number: int) -> Payload:
+    """A delta as a stock trainer writes it that was told to overwrite: it goes forward only."""
+    before, after = table_of(base), table_of(weights)
+    changed = {name: (before[name].digest, after[name].digest) for name in changed_tensors(before, after)}
+    frames = {
+        name: (overwrite.encode(base[name].data, weights[name].data), after[name].digest) for name in changed
+    }
+    names = write_delta(directory, files, frames, number=number, base_number=number - 1, encoding="overwrite")
+    return Payload(
+        "delta",
+        state_digest(after),
+        directory,
+        tuple(names),
+        state_digest(before),
+        "overwrite",
+        changed,
+        number,
+    )

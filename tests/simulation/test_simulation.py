@@ -78,6 +78,9 @@ def test_random_worlds_are_eventful() -> None:
         "fenced",
         "is not answered",
         "failed: ",
+        "is published as sparse",
+        "is published as overwrite",
+        "is published as full",
     ):
         assert event in traces
 
