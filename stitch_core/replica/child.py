@@ -16,11 +16,21 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..parallel import MOST_WORKERS
+
 LINE_BYTES = 1 << 30  # a table of every tensor is one line
-NICENESS = 5
-"""Of what works beside an engine that serves: it takes what serving leaves, and little more."""
+NICENESS = 7
+"""Of what works beside an engine that serves, to its process: it takes what serving leaves, and little more.
+
+On a core that both want, 7 is a sixth.
+"""
 
 Json = dict[str, Any]
+
+
+def spare_workers() -> int:
+    """Threads for that work: at most on half the CPUs, so that serving has the others to itself."""
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
 
 
 class CommandFailed(Exception):

@@ -21,7 +21,7 @@ from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .anchoring import ReplicaAnchors
-from .child import NICENESS, obey, tell
+from .child import NICENESS, obey, spare_workers, tell
 from .fetching import Fetcher
 from .room import free_room
 from .staging import Stager
@@ -54,9 +54,10 @@ async def serve(
     if anchor_every is not None:
         name = f"{socket.gethostname()}-{os.getpid()}"
         anchors = ReplicaAnchors.of(store, name, anchor_every, None, asyncio.to_thread)
+    host = HostCheckpoint(host_dir, PosixFiles(), workers=spare_workers())
     stager = Stager(
-        store, ChainReader(store), HostCheckpoint(host_dir, PosixFiles()), boot, files=PosixFiles(),
-        clock=SystemClock(), rng=random.Random(), run_blocking=asyncio.to_thread,
+        store, ChainReader(store), host, boot, files=PosixFiles(), clock=SystemClock(),
+        rng=random.Random(), run_blocking=asyncio.to_thread,
         activity=lambda activity: tell(activity=activity, fetching=stager.fetching),
         fetcher=fetcher, anchors=anchors, room=free_room,
     )  # fmt: skip

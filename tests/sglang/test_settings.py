@@ -72,8 +72,11 @@ def test_flags_become_variables() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tokenizer_worker_num", 2), ("pp_size", 2), ("dp_size", 8), ("speculative_algorithm", "EAGLE")],
-)
+    [
+        ("tokenizer_worker_num", 2), ("pp_size", 2), ("dp_size", 8), ("speculative_algorithm", "EAGLE"),
+        ("load_format", "dummy"),
+    ],
+)  # fmt: skip
 def test_what_is_not_covered_is_refused_by_name(name: str, value: object) -> None:
     refuse(SimpleNamespace(), {})
     with pytest.raises(NotCovered, match=f"--{name.replace('_', '-')} {value}: "):

@@ -11,7 +11,7 @@ from typing import Any
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.replica.child import NICENESS, obey
+from stitch_core.replica.child import NICENESS, obey, spare_workers
 from stitch_core.replica.stage_worker import table_to_json
 
 from .pull import Puller
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--root", required=True, action="append", type=Path)
     args = parser.parse_args()
     os.nice(NICENESS)
-    host = HostCheckpoint(args.host_dir, PosixFiles())
+    host = HostCheckpoint(args.host_dir, PosixFiles(), workers=spare_workers())
     asyncio.run(serve(Puller(args.name, host, args.boot, args.root)))
 
 

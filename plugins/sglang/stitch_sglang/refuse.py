@@ -31,9 +31,13 @@ COVERED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("is_embedding", (False,), "it generates nothing"),
     ("use_ray", (False,), "it starts another server"),
     ("weight_cache_mode", ("off",), "its weights are shared and cannot be updated"),
+    (
+        "load_format", ("auto", "safetensors", "fastsafetensors", "instanttensor"),
+        "version 0 is the boot checkpoint's safetensors, and each version is loaded as they are",
+    ),
     ("delete_ckpt_after_loading", (False,), "the boot checkpoint is what versions start from"),
     ("checkpoint_engine_wait_weights_before_ready", (False,), "nobody may send weights past the gate"),
-)
+)  # fmt: skip
 
 
 class NotCovered(Exception):

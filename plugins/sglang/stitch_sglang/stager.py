@@ -24,12 +24,32 @@ from .shadow import Shadow, Survey, Unfit
 logger = logging.getLogger(__name__)
 
 NAMED = 4
+LEAST = 19
+"""The lowest priority that Linux has."""
 
 Load = Callable[[torch.nn.Module, Any], None]
 
 
 class Superseded(Exception):
     """Another stage was begun, or this one called off."""
+
+
+def give_way(threads: int) -> None:
+    """Make this thread one that serving goes before: less priority than its process, and no helpers in torch.
+
+    torch's operations end at a barrier, where one helper that waits for a core holds the whole step up.
+    ``threads``: of torch, in threads that begin later.
+    """
+    lower = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(lower, LEAST))
+    # OpenMP has the number for each thread, torch one more for threads to come (a thread takes it when it
+    # first asks, so now): that is put back by a thread that then ends.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    back = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    back.start()
+    back.join()
 
 
 @dataclass
@@ -65,6 +85,7 @@ class RankStager:
 
     def __init__(self, model: torch.nn.Module, load: Load, pin: bool) -> None:
         self._model, self._load, self._pin = model, load, pin
+        self._threads = torch.get_num_threads()
         self._survey = Survey(model)
         for one in self._survey.tensors.values():
             if one.required and one.tensor.numel() and storage_key(one.tensor) is None:
@@ -152,8 +173,7 @@ class RankStager:
     # -------------------------------------------------------------------------------------- its thread
 
     def _run(self, work: Work, before: threading.Thread | None, image: Image | None) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        give_way(self._threads)
         try:
             if before is not None:
                 before.join()
