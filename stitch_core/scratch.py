@@ -1,7 +1,7 @@
 """Scratch directories: in RAM where there is room, one for each process, and gone when their process is.
 
 A process that is killed cannot take its directory away, so the next one does. Whose a directory is says its
-file ``.stitch-owner``: locked for as long as the process lives, it holds the process' number and start. It
+file ``.stitch-owner``: locked for as long as the process lives, it holds its host, number and start. It
 gets this name only after it was locked, so there is no moment in which a new directory looks left.
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -78,7 +79,8 @@ def _owned(path: Path, files: Files) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         held.callback(_remove, path, files)
         new = path / f"{OWNER}.new"
-        files.write_new(new, json.dumps({"pid": os.getpid(), "started": started(os.getpid())}).encode())
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
+        files.write_new(new, json.dumps(owner).encode())
         try:
             held.enter_context(files.lock(new, 0.0))
         except TimeoutError:
@@ -104,7 +106,7 @@ def _sweep(parent: Path, prefix: str, files: Files) -> None:
         with contextlib.suppress(OSError):
             if _may_be_left(path, files):
                 with files.lock(path / OWNER, 0.0):
-                    if not _runs(files.read(path / OWNER)):
+                    if not _may_run(files.read(path / OWNER)):
                         _remove(path, files)
                         removed += 1
 
@@ -127,14 +129,17 @@ def _remove(path: Path, files: Files) -> None:
     files.remove_tree(path)
 
 
-def _runs(owner: bytes) -> bool:
-    """Whether a process that wrote this runs here: where a mount's locks hold nothing, this is what tells."""
+def _may_run(owner: bytes) -> bool:
+    """Whether the process that wrote this runs here, or may run on another host.
+
+    On some network mounts a lock holds on one host only, or not at all: then this is what tells.
+    """
     try:
         value = json.loads(owner)
-        pid, began = int(value["pid"]), value["started"]
+        host, pid, began = value["host"], int(value["pid"]), value["started"]
     except (ValueError, TypeError, KeyError):
         return False
-    return began is not None and started(pid) == began
+    return host != socket.gethostname() or (began is not None and started(pid) == began)
 
 
 def started(pid: int) -> str | None:

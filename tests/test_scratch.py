@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,11 +47,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def left(parent: Path, name: str, pid: int, began: str | None) -> Path:
+def left(parent: Path, name: str, pid: int, began: str | None, host: str | None = None) -> Path:
     """A directory as a process leaves it."""
     path = parent / name
     path.mkdir(parents=True)
-    (path / OWNER).write_text(json.dumps({"pid": pid, "started": began}))
+    (path / OWNER).write_text(
+        json.dumps({"host": host or socket.gethostname(), "pid": pid, "started": began})
+    )
     (path / "host").mkdir()
     (path / "host" / "data").write_bytes(b"weights")
     return path
@@ -122,6 +125,13 @@ def test_without_locks_that_hold_a_process_that_runs_keeps_its_directory(place: 
     living = left(place, "stitch-living", os.getpid(), started(os.getpid()))
     with temporary_directory(PosixFiles()):
         assert (living / "host" / "data").read_bytes() == b"weights"
+
+
+def test_what_another_host_has_on_a_shared_mount_is_its_own(place: Path) -> None:
+    """Its locks may not be seen here, and its processes are not."""
+    other = left(place, "stitch-other", gone_pid(), "boot:1", host="another")
+    with temporary_directory(PosixFiles()):
+        assert (other / "host" / "data").read_bytes() == b"weights"
 
 
 def test_a_dead_process_that_nobody_waited_for_is_dead(place: Path) -> None:
