@@ -81,7 +81,7 @@ def described(parser: argparse.ArgumentParser) -> Table:
         if action.type is not None:
             entry["type"] = getattr(action.type, "__name__", "function")
         if action.choices is not None:
-            entry["choices"] = [getattr(choice, "name", choice) for choice in action.choices]
+            entry["choices"] = sorted((getattr(choice, "name", choice) for choice in action.choices), key=str)
         table.update({option[2:]: entry for option in action.option_strings if option.startswith("--")})
     return table
 
