@@ -21,10 +21,14 @@ CONFIG = "stitch.yaml"
 
 @dataclass(frozen=True)
 class Process:
-    """A program, its arguments and what it adds to its environment."""
+    """A program, its arguments and what it adds to its environment.
+
+    On several ``nodes`` it runs on each at once, with NODE_RANK and MASTER_ADDR.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1
 
     def shell(self) -> str:
         """As one line of a POSIX shell."""

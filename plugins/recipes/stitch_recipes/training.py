@@ -166,7 +166,7 @@ def _megatron_checkpoint(recipe: Recipe, chosen: Trainer, site: Site) -> Process
         "--hf-checkpoint", source, "--save", f"{source}-megatron",
     )  # fmt: skip
     environment = {"PYTHONPATH": MEGATRON, **chosen.environment, **conversion.environment}
-    return Process(("bash", "-c", script, "convert", *words), environment)
+    return Process(("bash", "-c", script, "convert", *words), environment, conversion.nodes)
 
 
 def _in_order(recipe: Recipe, wanted: set[str]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from stitch_recipes import catalogue
 from stitch_recipes.launch import modal_run, ready
-from stitch_recipes.launch.common import once
+from stitch_recipes.launch.common import is_done, once
 from stitch_recipes.processes import Process
 from tests.gateway.fleet import Fleet
 from tests.recipes.launch.examples import site_for
@@ -63,6 +63,27 @@ def test_a_step_that_was_done_is_not_done_again_and_one_that_failed_is(tmp_path:
     assert last.returncode == 0
     assert "remove it to do it again" in last.stderr
     assert (tmp_path / "log").read_text().count("once") == 2
+
+
+def test_a_step_of_several_nodes_is_done_when_it_is_on_all(tmp_path: Path) -> None:
+    """If one node alone had it to do again, it would wait for the others for ever."""
+    argv = ["bash", "-c", f"echo $NODE_RANK >> {tmp_path}/log; [[ $NODE_RANK == 0 || -e {tmp_path}/good ]]"]
+    site = site_for(catalogue.load("qwen3-4b/slime"), models=str(tmp_path))
+    step = once(Process(tuple(argv), {}, 2), site)
+
+    def run(node: int) -> int:
+        path = {"PYTHONPATH": ":".join(filter(None, sys.path)), "NODE_RANK": str(node)}
+        command = [sys.executable, *step.argv[1:]]
+        return subprocess.run(command, capture_output=True, timeout=60, env={**os.environ, **path}).returncode
+
+    def done() -> bool:
+        return subprocess.run(is_done(step, site).argv, capture_output=True, timeout=60).returncode == 0
+
+    assert [run(0), run(1), done()] == [0, 1, False]
+    (tmp_path / "good").write_text("")
+    assert [run(0), run(1), done()] == [0, 0, True]
+    assert [run(0), run(1), done()] == [0, 0, True]
+    assert (tmp_path / "log").read_text().split() == ["0", "1", "0", "1"]
 
 
 def test_a_download_looks_for_itself() -> None:

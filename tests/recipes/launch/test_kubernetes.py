@@ -11,6 +11,7 @@ import yaml
 from stitch_recipes import catalogue, processes, training
 from stitch_recipes.errors import RecipeError
 from stitch_recipes.launch import kubernetes
+from stitch_recipes.launch.common import together
 from stitch_recipes.launch.pods import SETTINGS
 from stitch_recipes.schema import Recipe
 from tests.recipes.launch.examples import HARD, cases, hard, site_for
@@ -158,7 +159,7 @@ def test_the_trainer_is_a_cluster_of_the_recipes_nodes_that_waits_for_replicas(r
         assert node["args"][0].endswith(" || exit 1")  # KubeRay adds: && ulimit ...; ray start ...
         assert group["rayStartParams"]["num-gpus"] == str(recipe.trainer.gpus_per_node)
         assert node["resources"]["limits"]["nvidia.com/gpu"] == recipe.trainer.gpus_per_node
-    (gate,) = cluster["headGroupSpec"]["template"]["spec"]["initContainers"]
+    *_, gate = cluster["headGroupSpec"]["template"]["spec"]["initContainers"]
     assert f"--replicas {max(recipe.fleet.min_replicas, 1)} " in gate["command"][-1]
     assert "http://math-gateway:30000" in gate["command"][-1]
 
@@ -182,6 +183,31 @@ def test_values_of_flags_survive_yaml_kubernetes_and_the_shell(name: str) -> Non
     assert executed(data["train.sh"]) == list(trainer.argv)
     for file, content in training.configuration_files(recipe, site).items():
         assert yaml.safe_load(data[file]) == content
+
+
+def test_a_conversion_of_several_nodes_meets_and_the_trainer_waits_for_it() -> None:
+    recipe, (step,) = several_nodes()
+    documents = manifests(recipe)
+    job = one(documents, "Job", "math-convert")["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (step.nodes,) * 2 + ("Indexed",)
+    spec = job["template"]["spec"]
+    service = one(documents, "Service", "math-convert")
+    assert spec["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    given = {each["name"]: each for each in spec["containers"][0]["env"]}
+    assert given["MASTER_ADDR"]["value"] == "math-convert-0.math-convert"
+    assert "job-completion-index" in given["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    head = one(documents, "RayJob", "math-train")["spec"]["rayClusterSpec"]["headGroupSpec"]
+    waits = [container["name"] for container in head["template"]["spec"]["initContainers"]]
+    assert waits == ["converted", "replicas-are-ready"]
+    prepared = one(documents, "Job", "math-prepare")["spec"]["template"]["spec"]["initContainers"]
+    assert "convert_hf_to_torch_dist" not in str(prepared)
+
+
+def several_nodes() -> tuple[Recipe, list[processes.Process]]:
+    """A recipe whose checkpoint one node cannot convert."""
+    recipe = catalogue.load("glm-5.2/nvfp4")
+    return recipe, together(recipe, site_for(recipe))
 
 
 def test_secrets_are_named_and_never_there() -> None:

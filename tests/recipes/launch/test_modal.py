@@ -111,6 +111,17 @@ def test_preparing_is_an_app_of_its_own_that_starts_no_replica(tmp_path: Path, l
     ]  # fmt: skip
 
 
+def test_what_one_node_cannot_convert_is_done_by_a_cluster(tmp_path: Path, loaded: list[str]) -> None:
+    recipe = catalogue.load("glm-5.2/nvfp4")
+    app = app_of(recipe, tmp_path, loaded)
+    assert recipe.trainer is not None
+    assert recipe.trainer.conversion.nodes > 1
+    info = app.convert_together.info()
+    assert info.cluster_info.size == recipe.trainer.conversion.nodes
+    assert info.gpus == [(recipe.trainer.gpu, recipe.trainer.gpus_per_node)]
+    assert app.convert.info().cluster_info is None
+
+
 def test_housekeeping_comes_by_the_clock(tmp_path: Path, loaded: list[str]) -> None:
     app = app_of(catalogue.load("glm-4.5-air/fp8"), tmp_path, loaded)
     assert app.compact.info().schedule == "Period(seconds=3600.0)"

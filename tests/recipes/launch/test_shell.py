@@ -118,6 +118,28 @@ def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:
     assert "hf download Qwen/Qwen3-0.6B" in served
 
 
+def test_hosts_convert_together_what_one_cannot(tmp_path: Path) -> None:
+    """Each with its number and the head's address; launch.sh fails if one of them does."""
+    recipe = catalogue.load("glm-5.2/nvfp4")
+    assert recipe.trainer is not None
+    nodes = recipe.trainer.conversion.nodes
+    rendered(
+        recipe, tmp_path, secrets=[], ssh=["bash", "-c", f'echo "$0: $1" >> {tmp_path}/log; [[ $0 != *-1 ]]']
+    )
+    script = (tmp_path / "launch.sh").read_text().partition("\npart=")[0]
+    (tmp_path / "launch.sh").write_text(f"{script}\ntogether\n")
+    done = bash("./launch.sh", tmp_path)
+    assert done.returncode == 1
+    lines = sorted((tmp_path / "log").read_text().splitlines())
+    assert lines == sorted(
+        f"me@train-{i}: cd '/var/tmp/stitch/math-1' && ./prepare.sh together {i} train-0 "
+        for i in range(nodes)
+    )
+    prepare = (tmp_path / "prepare.sh").read_text()
+    inside = prepare.partition("== together ]]")[2].partition("exit 0")[0]
+    assert inside.count("convert_hf_to_torch_dist") == prepare.count("convert_hf_to_torch_dist") == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

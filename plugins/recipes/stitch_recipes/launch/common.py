@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 import yaml
 
 from ..processes import Process
 from ..schema import Recipe, Trainer
 from ..site import Site
-from ..training import HOME
+from ..training import HOME, prepare
+from .once import marker_paths
 
 DRAIN_SECONDS = 600
 """What requests get to end when a replica is asked to leave: long answers are what rollouts are made of."""
@@ -41,8 +43,25 @@ def once(step: Process, site: Site) -> Process:
     """A step that is not done again where it was done; downloads see for themselves what is there."""
     if not converts(step):
         return step
-    words = ("python3", "-m", "stitch_recipes.launch.once", f"{site.models}/.prepared", *step.argv)
-    return Process(words, step.environment)
+    markers = f"{site.models}/.prepared"
+    words = ("python3", "-m", "stitch_recipes.launch.once", markers, str(step.nodes), *step.argv)
+    return Process(words, step.environment, step.nodes)
+
+
+def alone(recipe: Recipe, site: Site) -> list[Process]:
+    """Steps of the preparation that run on one host."""
+    return [once(step, site) for step in prepare(recipe, site) if step.nodes == 1]
+
+
+def together(recipe: Recipe, site: Site) -> list[Process]:
+    """Those that several of the trainer's nodes do at once, after the others."""
+    return [once(step, site) for step in prepare(recipe, site) if step.nodes > 1]
+
+
+def is_done(step: Process, site: Site) -> Process:
+    """What fails until a step of several nodes is done on all."""
+    markers = marker_paths(Path(site.models, ".prepared"), step.argv[5:], step.nodes)
+    return Process(("ls", *map(str, markers)))
 
 
 def dumped(content: Mapping[str, object]) -> str:

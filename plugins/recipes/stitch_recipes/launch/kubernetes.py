@@ -11,7 +11,7 @@ from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
 from .files import File
-from .manifests import gateways, housekeeping, prepare, replicas, settings, trainer
+from .manifests import convert, gateways, housekeeping, prepare, replicas, settings, trainer
 from .pods import Manifest
 
 
@@ -32,6 +32,8 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         file("4-housekeeping.yaml", _HOUSEKEEPING, *housekeeping(recipe, site)),
     ]
     if recipe.trainer is not None:
+        parts = convert(recipe, recipe.trainer, site)
+        files += [file("1-convert.yaml", _CONVERT, *parts)] if parts else []
         files.append(
             file("5-trainer.yaml", _TRAINER, *settings(recipe, site), trainer(recipe, recipe.trainer, site))
         )
@@ -43,6 +45,8 @@ other parts wait for it. A Job is not changed by a second apply: after changing 
 
 Everything:  kubectl --namespace {namespace} apply -f .
 End it all:  kubectl --namespace {namespace} delete -f .      (versions in the store and saves stay)"""
+_CONVERT = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
+trainer's nodes at once, after the run was created. If it fails, delete the Job and apply again."""
 _REPLICAS = """The replicas. More or fewer, at any time:
   kubectl --namespace {namespace} scale deployment {name}-replicas --replicas N"""
 _GATEWAY = """Where requests go: http://{name}-gateway:30000. A gateway keeps nothing: any may end at any

@@ -12,12 +12,14 @@ from .common import (
     DRAIN_SECONDS,
     READY_SECONDS,
     RESTARTS,
+    alone,
     converts,
     dumped,
     engine_image,
     engine_setup,
+    is_done,
     needed,
-    once,
+    together,
     trainer_image,
     trainer_setup,
 )
@@ -44,6 +46,8 @@ from .pods import (
 LEAVE_SECONDS = 10
 """Until every gateway has seen that a pod is to end; only then is its process told."""
 
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
 PROBE = {"periodSeconds": 5, "timeoutSeconds": 5}
 
 
@@ -53,10 +57,10 @@ def prepare(recipe: Recipe, site: Site) -> Manifest:
     trainer = recipe.trainer
     image = trainer_image(trainer, site) if trainer else engine_image(recipe, site)
     setup = trainer_setup(trainer, site) if trainer else engine_setup(site)
-    made = training.prepare(recipe, site)
+    made = alone(recipe, site)
     steps = [
         container(
-            f"step-{i}", image, script(setup, once(step, site)), site,
+            f"step-{i}", image, script(setup, step), site,
             volumeMounts=models, env=variables(step.environment),
             resources=_of_a_trainer(trainer) if trainer and converts(step) else {},
         )
@@ -78,6 +82,46 @@ def prepare(recipe: Recipe, site: Site) -> Manifest:
         "metadata": metadata(site, "prepare"),
         "spec": {"backoffLimit": 3, "template": template(site, "prepare", spec)},
     }
+
+
+def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
+    """For each step of several nodes: a Job with a pod for each, and the Service by which they meet."""
+    made: list[Manifest] = []
+    for step in together(recipe, site):
+        name = f"{site.name}-convert"
+        node = container(
+            "node", trainer_image(trainer, site), script(trainer_setup(trainer, site), step), site,
+            env=[
+                *variables({**step.environment, "MASTER_ADDR": f"{name}-0.{name}"}),
+                # Set by the Job's controller; it is the node's number.
+                {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            ],
+            resources=_of_a_trainer(trainer),
+            volumeMounts=[mount("models", site.models), mount("shm", "/dev/shm")],
+        )  # fmt: skip
+        spec = pod(
+            site, [node],
+            initContainers=[waiting("run-is-there", processes.known(site), site, READY_SECONDS)],
+            restartPolicy="Never",
+            subdomain=name,
+            nodeSelector=site.trainer_nodes,
+            volumes=[claim_volume("models", site.models_claim), memory_volume(trainer.memory_limit_gib)],
+        )  # fmt: skip
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(site, "convert")}
+        job = {
+            # One that fails alone cannot meet the others again.
+            "backoffLimit": 0,
+            "completionMode": "Indexed",
+            "completions": step.nodes,
+            "parallelism": step.nodes,
+            "template": template(site, "convert", spec),
+        }
+        meta = metadata(site, "convert")
+        made += [
+            {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": job},
+        ]
+    return made
 
 
 def _of_a_trainer(trainer: Trainer) -> Manifest:
@@ -319,11 +363,15 @@ def _node(recipe: Recipe, trainer: Trainer, site: Site, name: str) -> Manifest:
             mount("settings", SETTINGS, readOnly=True), mount("shm", "/dev/shm"),
         ],
     )  # fmt: skip
+    converted = [
+        waiting("converted", is_done(step, site), site, READY_SECONDS, mount("models", site.models))
+        for step in together(recipe, site)
+    ]
     ready = gate(f"http://{site.name}-gateway:{GATEWAY_PORT}", needed(recipe), READY_SECONDS, site)
     return pod(
         site,
         [node],
-        initContainers=[ready] if name == "ray-head" else [],
+        initContainers=[*converted, ready] if name == "ray-head" else [],
         nodeSelector=site.trainer_nodes,
         volumes=[
             claim_volume("models", site.models_claim),

@@ -8,7 +8,7 @@ from importlib import resources
 from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
-from .common import dumped
+from .common import dumped, together
 from .files import File
 
 RESERVED = ("/", "/root", "/tmp")
@@ -26,6 +26,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         raise RecipeError("the site's models, data and saves are Volumes, each at a place of its own")
     text = (resources.files(__package__) / "scripts" / "app.py.txt").read_text("utf-8")
     text = _part(text, "compactor", recipe.versions.compact)
+    text = _part(text, "together", bool(together(recipe, site)))
     text = _part(text, "trainer", recipe.trainer is not None)
     run = {
         "recipe": recipe.model_dump(mode="json", exclude_none=True),

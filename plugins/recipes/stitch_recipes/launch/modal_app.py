@@ -132,8 +132,11 @@ class Deployment:
 
     def clustered(self, function: T) -> T:
         """A trainer of several nodes, below ``app.function``; one of one node as it is."""
-        nodes = self.training.nodes
-        return modal.clustered(size=nodes, rdma=True)(function) if nodes > 1 else function
+        return _clustered(function, self.training.nodes)
+
+    def clustered_to_convert(self, function: T) -> T:
+        """The same of a conversion."""
+        return _clustered(function, self.training.conversion.nodes)
 
     def download(self) -> Arguments:
         """Of ``app.function``: checkpoints from the hub."""
@@ -197,6 +200,10 @@ class Deployment:
             return {}
         environment = parse_qs(url.query).get("environment", [None])[0]
         return {STORE_MOUNT: modal.Volume.from_name(url.netloc, environment_name=environment)}
+
+
+def _clustered(function: T, nodes: int) -> T:
+    return modal.clustered(size=nodes, rdma=True)(function) if nodes > 1 else function
 
 
 def _volume(name: str) -> modal.Volume:

@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import processes, training
 from ..processes import GATEWAY_PORT, REPLICA_PORT, Process
 from . import ready
-from .common import RAY_PORT, READY_SECONDS, converts, dumped, needed, once
+from .common import RAY_PORT, READY_SECONDS, alone, converts, dumped, needed, together
 from .modal_app import Deployment
 
 # Modal lets requests end first, and then gives 30 s.
@@ -44,10 +44,19 @@ def start_gateway(deployment: Deployment, *, tokens: bool = True) -> subprocess.
 def prepare(deployment: Deployment, *, converting: bool) -> None:
     """The steps of one kind, each of which leaves what is there already."""
     deployment.models.reload()
-    for step in training.prepare(deployment.recipe, deployment.site):
+    for step in alone(deployment.recipe, deployment.site):
         if converts(step) == converting:
-            run(once(step, deployment.site))
+            run(step)
     deployment.models.commit()  # or the next container may start without it
+
+
+def prepare_together(deployment: Deployment) -> None:
+    """On each node of a cluster: the steps of several nodes."""
+    deployment.models.reload()
+    for step in together(deployment.recipe, deployment.site):
+        rank, head = _place(step.nodes)
+        run(step, {"NODE_RANK": str(rank), "MASTER_ADDR": head})
+    deployment.models.commit()
 
 
 def claim(deployment: Deployment) -> None:

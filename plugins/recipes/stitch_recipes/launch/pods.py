@@ -57,7 +57,7 @@ def service_container(name: str, process: Process, site: Site, **more: Any) -> M
     return container(name, SERVICE_IMAGE, script(service_setup(site), process), site, **more)
 
 
-def waiting(name: str, process: Process, site: Site, seconds: int) -> Manifest:
+def waiting(name: str, process: Process, site: Site, seconds: int, *mounts: Manifest) -> Manifest:
     """An init container that tries until the process succeeds, and fails when the time is over."""
     lines = [
         "set -euo pipefail",
@@ -67,7 +67,7 @@ def waiting(name: str, process: Process, site: Site, seconds: int) -> Manifest:
         "  sleep $((5 + RANDOM % 5))",
         "done",
     ]
-    return container(name, SERVICE_IMAGE, ["bash", "-c", "\n".join(lines)], site)
+    return container(name, SERVICE_IMAGE, ["bash", "-c", "\n".join(lines)], site, volumeMounts=list(mounts))
 
 
 def gate(url: str, count: int, seconds: int, site: Site) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -17,13 +18,14 @@ from .common import (
     RAY_PORT,
     READY_SECONDS,
     RESTARTS,
+    alone,
     converts,
     dumped,
     engine_image,
     engine_setup,
     needed,
-    once,
     service_setup,
+    together,
     trainer_image,
     trainer_setup,
 )
@@ -116,6 +118,7 @@ def _settings(recipe: Recipe, site: Site) -> str:
         training_values: dict[str, Setting] = {
             "ray_port": RAY_PORT,
             "trainer_gpus": trainer.gpus_per_node,
+            "convert_nodes": max((step.nodes for step in together(recipe, site)), default=0),
             "trainer_environment": _environment(process.environment),
             "trainer": process.argv,
         }
@@ -184,7 +187,15 @@ def _prepare(recipe: Recipe, site: Site) -> str:
         fetch = f"[[ -d {target} ]] || die {shlex.quote(lacks)}\n"
     else:
         fetch = "\n  ".join(map(_command, served)) + "\n"
-    steps = "".join(f"\n{_command(once(step, site))}\n" for step in training.prepare(recipe, site))
+    steps = "".join(f"\n{_command(step)}\n" for step in alone(recipe, site))
+    several = "\n".join(map(_command, together(recipe, site)))
+    if several:
+        lines = "export NODE_RANK=$2 MASTER_ADDR=$3\n" + several + "\nexit 0"
+        steps = f"""
+if [[ ${{1:-}} == together ]]; then # RANK HEAD: on several hosts at once, after the rest
+{textwrap.indent(lines, "  ")}
+fi
+{steps}"""
     return f"""#!/usr/bin/env bash
 # Fetch and convert what this host lacks: all checkpoints, or with "served" the one that replicas boot from.
 # Run it again after a failure: what was done is left.

@@ -30,7 +30,18 @@ on() {
 prepare() {
   local host
   for host in "${hosts[@]}"; do on "$host" ./prepare.sh; done
+  together
   for host in "${replica_hosts[@]}"; do on "$host" ./prepare.sh served; done
+}
+
+# What one host has no room for: the trainer's hosts share the directory of models.
+together() {
+  local i jobs=()
+  for ((i = 0; i < ${convert_nodes:-0}; i++)); do
+    on "${hosts[i]}" ./prepare.sh together "$i" "${hosts[0]#*@}" &
+    jobs+=($!)
+  done
+  for i in "${jobs[@]}"; do wait "$i"; done
 }
 
 serve() {
