@@ -97,7 +97,7 @@ class Trainer(Part):
     memory_request_gib: Annotated[int, Field(ge=1)] | None = None
     memory_limit_gib: Annotated[int, Field(ge=1)] | None = None
     disk_gib: Annotated[int, Field(ge=1)] | None = None
-    conversion: Conversion = Conversion()
+    conversion: Conversion = Conversion.model_validate({})
     flags: Flags = {}
     files: dict[str, dict[str, Any]] = Field(
         {}, description="flags whose value is a YAML file of this content"
