@@ -6,10 +6,14 @@ import asyncio
 import contextlib
 import errno
 import socket
+from typing import Any
 
-from .asgi import App
+from ..versions import Refusal
+from .asgi import App, encode_json
 
 BACKLOG = 2048
+# Seconds in which a client must have sent a request's head: of its first, or once it has begun another.
+HEAD_SECONDS = 30.0
 
 
 class PortInUse(OSError):
@@ -48,8 +52,11 @@ async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace:
     Raises ServerEnded, such as when the app's startup fails.
     """
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", ws="none")
+    config = uvicorn.Config(
+        app, http=_hurried(AutoHTTPProtocol), log_level="warning", access_log=False, lifespan="on", ws="none"
+    )
     config.timeout_graceful_shutdown = max(1, round(grace))
     server = uvicorn.Server(config)
 
@@ -68,3 +75,48 @@ async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace:
         await serving
     if not asked:
         raise ServerEnded("the HTTP server ended by itself")
+
+
+def _hurried(protocol: type[Any]) -> type[Any]:
+    """uvicorn's ``protocol``, which by itself waits for a head for ever."""
+
+    class Hurried(protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._wait_for_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if not self._awaits_head():
+                self._stop_waiting()
+            elif self._deadline is None:
+                self._wait_for_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _awaits_head(self) -> bool:
+            return self.cycle is None or bool(self.cycle.response_complete)
+
+        def _wait_for_head(self) -> None:
+            self._deadline = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._late)
+
+        def _stop_waiting(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _late(self) -> None:
+            self._deadline = None
+            if not self._awaits_head() or self.transport.is_closing():
+                return
+            refusal = Refusal(408, "RequestTimeout", "the request's head did not come in time", "never")
+            body = encode_json(refusal.body())
+            head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            self.transport.close()
+
+    return Hurried

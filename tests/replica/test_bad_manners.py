@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from stitch_core.replica.server import listen, serve
 from stitch_core.replica.sse import data_of
 from tests.replica.scripted import Replica, generated, span
 
@@ -110,3 +112,66 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
     assert sent[0]["status"] == 408
     assert json.loads(sent[1]["body"])["error"]["type"] == "RequestTimeout"
     assert replica.engine.path == ""
+
+
+# ---------------------------------------------------------------------------------- on a real connection
+
+
+@pytest.fixture
+async def port(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """Of a replica that has little patience."""
+    monkeypatch.setattr("stitch_core.replica.server.HEAD_SECONDS", 0.2)
+    listener, end = listen("127.0.0.1", 0), asyncio.Event()
+    serving = asyncio.ensure_future(serve(replica.app, listener, end, grace=1))
+    yield listener.getsockname()[1]
+    replica.engine.hang.set()
+    end.set()
+    await serving
+    listener.close()
+
+
+HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\n"
+ASKED = b"content-length: 14\r\n\r\n" + b'{"text": "hi"}'
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_a_head_that_drips_has_a_deadline(port: int, before: bytes) -> None:
+    """uvicorn kept such a connection for as long as the client liked."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(before)
+    if before:
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"}")
+
+    async def drip() -> None:
+        for byte in HEAD + b"x: " + b"y" * 500:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.ensure_future(drip())
+    answer = await asyncio.wait_for(reader.read(), 5)
+    dripping.cancel()
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "RequestTimeout"
+    writer.close()
+
+
+async def test_a_connection_that_says_nothing_ends(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+
+
+async def test_the_deadline_is_none_of_a_generation(port: int, replica: Replica) -> None:
+    replica.engine.hang.clear()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(HEAD)
+        await asyncio.sleep(0.05)
+        writer.write(ASKED)
+        await asyncio.sleep(0.4)
+        replica.engine.hang.set()
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+        await reader.readuntil(b"}}")
+        replica.engine.hang.clear()
+    writer.close()
