@@ -68,8 +68,9 @@ def behind(replica: Replica, constraint: VersionConstraint) -> bool:
     serving = replica.serving
     if serving is None or constraint.run not in (None, serving.run):
         return True
-    wanted = [v for v in (constraint.min_version, constraint.exact_version) if v is not None]
-    return serving.number < max(wanted, default=-1)
+    # Asked of every replica for every request that waits: no list, no call.
+    low, exact, number = constraint.min_version, constraint.exact_version, serving.number
+    return (low is not None and number < low) or (exact is not None and number < exact)
 
 
 def passed(replica: Replica, constraint: VersionConstraint) -> bool:
