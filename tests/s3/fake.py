@@ -37,6 +37,8 @@ class Manners:
         None
     )
     garbage: bool = False
+    page: tuple[int, dict[str, str]] | None = None
+    """Status and headers of a page that is all it answers, as of what stands in between and is no server."""
 
 
 @dataclass
@@ -111,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         _, _, key = unquote(parts.path).lstrip("/").partition("/")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.fake.requests[self.command] += 1
+        if (page := self.fake.manners.page) is not None:
+            self._send(page[0], {"Content-Type": "text/html", **page[1]}, b"<html><body>hello<br></html>")
+            return
         planned = self.fake.manners.answer(self.command, key, query)
         if planned is not None:
             self._refuse(*planned)

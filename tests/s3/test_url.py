@@ -3,6 +3,7 @@
 import pytest
 
 from stitch_core.stores import BadUrl, open_store
+from stitch_s3.client import connect
 from stitch_s3.store import S3Store, open_url
 from stitch_s3.url import Location, parse_url
 
@@ -20,9 +21,9 @@ from stitch_s3.url import Location, parse_url
             Location("b-1", "p/", "http://127.0.0.1:9000", "eu-west-1", "me"),
         ),
         (
-            "s3://bucket?addressing=virtual&role=arn:aws:iam::1:role/x&token_env=TOKEN&readback=bytes",
+            "s3://bucket?ca=/etc/ca.pem&addressing=virtual&role=arn:aws:iam::1:role/x&token_env=TOKEN&readback=bytes",
             Location("bucket", addressing="virtual", role="arn:aws:iam::1:role/x", token_env="TOKEN",
-                     readback="bytes"),
+                     readback="bytes", ca="/etc/ca.pem"),
         ),
     ],
 )  # fmt: skip
@@ -54,6 +55,7 @@ def test_locations(url: str, location: Location) -> None:
         ("s3://bucket?addressing=both", "it is path or virtual"),
         ("s3://bucket?endpoint=localhost:9000", "the option endpoint is a URL"),
         ("s3://bucket?endpoint=http://x:99999", "the option endpoint is a URL"),
+        ("s3://bucket?ca=certificates.pem", "the absolute path of a file with certificates"),
         ("s3://bucket?token_env=eyJhbGciOi.x", "the name of an environment variable"),
     ],
 )
@@ -76,6 +78,28 @@ def test_secrets_are_not_repeated(url: str) -> None:
     with pytest.raises(BadUrl) as error:
         open_url(url)
     assert "topsecret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ("", "https://bucket.s3.eu-west-1.amazonaws.com/p/k"),
+        ("&addressing=path", "https://s3.eu-west-1.amazonaws.com/bucket/p/k"),
+        ("&endpoint=http://objects.example.com:9000", "http://objects.example.com:9000/bucket/p/k"),
+        (
+            "&endpoint=http://objects.example.com:9000&addressing=virtual",
+            "http://bucket.objects.example.com:9000/p/k",
+        ),
+    ],
+)
+def test_where_the_bucket_is_in_a_request(monkeypatch: pytest.MonkeyPatch, options: str, place: str) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    location = parse_url("s3://bucket/p?region=eu-west-1" + options)
+    client = connect(location, 1, credentials=("key", "secret"))
+    url = client.generate_presigned_url("get_object", location.where("k"))
+    assert url.partition("?")[0] == place
+    client.close()
 
 
 def test_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,10 @@ def connect(
         tcp_keepalive=True,
         user_agent_extra="stitch",
     )
+    if location.ca is not None and not os.path.isfile(location.ca):
+        raise Refused(f"{location}: there is no file {location.ca}, which ?ca= names")
     session = boto3.Session(botocore_session=core)
-    return session.client("s3", endpoint_url=endpoint, config=config)
+    return session.client("s3", endpoint_url=endpoint, config=config, verify=location.ca)
 
 
 def web_identity(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
-from stitch_core.ports import NotFound, StoreError, Unavailable
+from stitch_core.ports import Conflict, NotFound, StoreError, Unavailable
 from stitch_core.stores.keys import BadKey
 
 
@@ -47,7 +48,10 @@ HINTS = {
     "NotImplemented": "the server has no conditional writes or no checksums: a store needs both",
     "EntityTooLarge": "the object is larger than the server takes",
     "InvalidIdentityToken": "the web identity token is not accepted: see the trust policy of the role",
+    "407": "the proxy in between wants a login: give it in HTTPS_PROXY, or name the host in NO_PROXY",
 }  # fmt: skip
+MISSING = {"NoSuchKey", "NoSuchVersion"}
+NO_ANSWER = "that is no answer of an S3 server: check ?endpoint= and what is in between"
 ALIASES = {
     "ExpiredTokenException": "ExpiredToken", "TokenRefreshRequired": "ExpiredToken",
     "AccountProblem": "AccessDenied", "AllAccessDisabled": "AccessDenied", "Forbidden": "AccessDenied",
@@ -75,6 +79,21 @@ def _response(error: Exception) -> dict[str, Any]:
     return response if isinstance(response, dict) else {}
 
 
+def translated(error: Exception, what: str, *, condition: bool = False) -> Exception:
+    """The store's error for ``error``, or ``error`` itself. ``condition``: the request had one."""
+    if isinstance(error, StoreError):
+        return error
+    # 404: what AWS answers to If-Match where there is nothing.
+    if status_of(error) == 412 or (condition and status_of(error) == 404 and code_of(error) in MISSING):
+        return Conflict(f"{what}: it is not as it was read")
+    return translate(error, what) or error
+
+
+def without_reason(error: Exception) -> bool:
+    """Whether the answer had no body, as all to a HEAD, so that it says that it refuses and not why."""
+    return code_of(error).isdecimal() and status_of(error) in (301, 307, 400, 401, 403, 404)
+
+
 def translate(error: Exception, what: str) -> StoreError | None:
     """The store's error for one of boto3, botocore or the connection below them; None for anything else.
 
@@ -90,16 +109,37 @@ def translate(error: Exception, what: str) -> StoreError | None:
         return Refused(f"{what}: there are no credentials: {KEYS_HINT}")
     if isinstance(error, boto.ProfileNotFound | boto.ConfigNotFound | boto.ConfigParseError):
         return Refused(f"{what}: {type(error).__name__}: check ?profile= and the files in ~/.aws")
-    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return Refused(f"{what}: the server's certificate is not trusted: set AWS_CA_BUNDLE")
+    if isinstance(error, boto.SSLError) and (told := _untrusted(error)) is not None:
+        return Refused(f"{what}: {told}")
     if isinstance(error, boto.ParamValidationError | boto.UnknownServiceError):
         return Refused(f"{what}: {type(error).__name__}: {_clean(str(error))}")
     if isinstance(error, boto.TokenRetrievalError | boto.UnauthorizedSSOTokenError | boto.SSOTokenLoadError):
         return Refused(f"{what}: the single sign-on has ended: run `aws sso login`")
+    if isinstance(error, RecursionError):  # how botocore follows a redirect to where it came from
+        return Unavailable(f"{what}: it is redirected in a circle: {NO_ANSWER}")
     if not isinstance(error, boto.BotoCoreError | ResponseParserError | HTTPError | OSError):
         return None
     # The rest is the way to the server: timeouts, resets, answers cut short, XML that ends too early.
     return Unavailable(f"{what}: {type(error).__name__}: {_clean(str(error))}")
+
+
+def _untrusted(error: Any) -> str | None:
+    """What is wrong with the server's certificate; None where a second try may help."""
+    parts, said = urlsplit(str(error.kwargs.get("endpoint_url", ""))), str(error.kwargs.get("error", ""))
+    endpoint = f"{parts.scheme}://{parts.netloc}"
+    if "WRONG_VERSION_NUMBER" in said or "HTTP_REQUEST" in said:
+        return f"{endpoint} does not speak TLS: is it http://?"
+    if "[X509" in said:
+        return "the file that AWS_CA_BUNDLE or ?ca= names holds no certificate"
+    if "match" in said:
+        return f"the certificate of {endpoint} is for another name: {said}"
+    reason = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+    if not reason and "CERTIFICATE_VERIFY_FAILED" not in said:
+        return None
+    return (
+        f"the certificate of {endpoint} is not trusted ({reason or 'certificate verify failed'}): name the "
+        "file with the certificate of who signed it in AWS_CA_BUNDLE or with ?ca="
+    )
 
 
 def _answered(error: Any, what: str) -> StoreError:
@@ -114,7 +154,8 @@ def _answered(error: Any, what: str) -> StoreError:
     if code == "NoSuchBucket":
         return Refused(f"{text}: {HINTS[code]}")
     if status == 404:
-        return NotFound(f"{what}: no such object")
+        # A page of a load balancer says nothing about the object.
+        return NotFound(f"{what}: no such object") if code in MISSING else Unavailable(f"{text}: {NO_ANSWER}")
     if code == "KeyTooLongError":
         return BadKey(text)
     hint = HINTS.get(code) or {403: HINTS["AccessDenied"], 401: HINTS["InvalidAccessKeyId"]}.get(status)

@@ -11,14 +11,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import builtins
-import contextlib
 import functools
-import hashlib
-import re
-import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from stitch_core.ports import (
@@ -29,26 +25,24 @@ from stitch_core.ports import (
     Conflict,
     Entry,
     FileSource,
-    NotFound,
-    StoreError,
-    Unavailable,
 )
-from stitch_core.stores.keys import BadKey, check_key, check_prefix, check_range, is_key
+from stitch_core.stores.keys import check_key, check_prefix, check_range
 from stitch_core.stores.room import TRANSFER_BYTES, Room
-from stitch_core.stores.sources import plain_bytes, source_chunks, source_size
+from stitch_core.stores.sources import source_size
 from stitch_core.threads import Threads
 
 from .client import check_installed, connect
-from .errors import Damaged, code_of, status_of, translate
-from .multipart import PART, PartsUpload, Sent, b64
+from .errors import translated
+from .multipart import PART, PartsUpload, Sent
+from .reading import Reader
 from .url import Location, parse_url
+from .writing import Writer
 
 PARALLEL = 16
 """Requests at a time."""
 
 KEPT_COMPOSITES = 4096
 CLOSE_SECONDS = 10.0
-_ETAG = re.compile(r'"[^"*\s]+"\Z')
 
 
 class S3Store:
@@ -72,9 +66,10 @@ class S3Store:
         self._client: Any = None
         self._connecting = threading.Lock()
         self._threads = Threads(PARALLEL, "stitch-s3")
-        self._single, self._page = single, page
+        self._reader = Reader(location, page)
+        self._writer = Writer(location, self._reader)
+        self._single = single
         self._room = Room(TRANSFER_BYTES)
-        self._bare_tags: bool | None = None  # whether If-Match wants ETags without quotes; None: not known
         self._composites: OrderedDict[str, str] = OrderedDict()
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -95,12 +90,13 @@ class S3Store:
     # ----------------------------------------------------------------------------------------- reading
 
     async def load(self, key: str) -> Blob:
-        return await self._request(f"reading {self._name(key)}", lambda client: self._load(client, key))
+        what = f"reading {self.location.name(key)}"
+        return await self._request(what, lambda client: self._reader.load(client, key))
 
     async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         check_range(start, length)
-        what = f"reading {self._name(key)}"
-        return await self._request(what, lambda client: self._read(client, key, start, length))
+        what = f"reading {self.location.name(key)}"
+        return await self._request(what, lambda client: self._reader.read(client, key, start, length))
 
     async def size(self, key: str) -> int:
         return int((await self._head(key))["ContentLength"])
@@ -117,123 +113,42 @@ class S3Store:
 
     async def list(self, prefix: str) -> builtins.list[Entry]:
         check_prefix(prefix)
-        return await self._request(
-            f"listing {self.location}{prefix}", lambda client: self._list(client, prefix)
-        )
+        what = f"listing {self.location}{prefix}"
+        return await self._request(what, lambda client: self._reader.list(client, prefix))
 
     async def folders(self, prefix: str) -> builtins.list[str]:
         """As BrowsableStore.folders: a request for every thousand of them, whatever is in them."""
         check_prefix(prefix)
-        return await self._request(
-            f"listing {self.location}{prefix}", lambda client: self._folders(client, prefix)
-        )
+        what = f"listing {self.location}{prefix}"
+        return await self._request(what, lambda client: self._reader.folders(client, prefix))
 
     async def modified(self, key: str) -> float:
         """As BrowsableStore.modified, in whole seconds."""
         return float((await self._head(key))["LastModified"].timestamp())
 
     async def _head(self, key: str) -> dict[str, Any]:
-        return await self._request(
-            f"looking at {self._name(key)}",
-            lambda client: client.head_object(**self._where(key), ChecksumMode="ENABLED"),
-        )
-
-    def _load(self, client: Any, key: str) -> Blob:
-        answer = client.get_object(**self._where(key))
-        data = answer["Body"].read()
-        return Blob(data, _tag(answer, key))
-
-    def _read(self, client: Any, key: str, start: int, length: int | None) -> bytes:
-        if length == 0:
-            client.head_object(**self._where(key))
-            return b""
-        wanted = {}
-        if start or length is not None:
-            wanted["Range"] = f"bytes={start}-" + ("" if length is None else str(start + length - 1))
-        try:
-            answer = client.get_object(**self._where(key), **wanted)
-        except Exception as error:
-            if status_of(error) == 416:  # nothing from there on
-                return b""
-            raise
-        data: bytes = answer["Body"].read()
-        if not wanted:
-            return data
-        found = answer.get("ContentRange")
-        if found is None:  # the server knows no ranges and sent it all
-            return data[start:] if length is None else data[start : start + length]
-        if not found.startswith(f"bytes {start}-{start + len(data) - 1}/"):
-            raise Unavailable(f"reading {self._name(key)}: asked for bytes from {start} on, got {found}")
-        return data
-
-    def _list(self, client: Any, prefix: str) -> builtins.list[Entry]:
-        found = []
-        below = self.location.prefix
-        for answer in self._pages(client, prefix):
-            for row in answer.get("Contents", ()):
-                key = row["Key"].removeprefix(below)
-                if is_key(key) and row["Key"].startswith(below + prefix):
-                    found.append(Entry(key, row["Size"]))
-        return sorted(found, key=lambda entry: entry.key)
-
-    def _folders(self, client: Any, prefix: str) -> builtins.list[str]:
-        below = self.location.prefix + prefix
-        rows = [
-            row["Prefix"]
-            for answer in self._pages(client, prefix, Delimiter="/")
-            for row in answer.get("CommonPrefixes", ())
-        ]
-        names = (row.removeprefix(below).removesuffix("/") for row in rows if row.startswith(below))
-        return sorted(name for name in names if is_key(name))
-
-    def _pages(self, client: Any, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
-        while True:
-            answer = client.list_objects_v2(
-                Bucket=self.location.bucket, Prefix=self.location.prefix + prefix, MaxKeys=self._page, **more
-            )
-            if "IsTruncated" not in answer:
-                raise Unavailable(f"listing {self.location}{prefix}: the answer is no listing")
-            yield answer
-            if not answer["IsTruncated"]:
-                return
-            more["ContinuationToken"] = answer["NextContinuationToken"]
+        what = f"looking at {self.location.name(key)}"
+        return await self._request(what, lambda client: self._reader.head(client, key))
 
     # ----------------------------------------------------------------------------------------- writing
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         check_key(key)
         size = source_size(source)
-        what = f"writing {self._name(key)}"
+        what = f"writing {self.location.name(key)}"
         if size > self._single:
             await self._create_in_parts(key, source, size, what)
             return
         async with self._room.lent(size):
-            await self._request(what, lambda client: self._create(client, key, source))
+            await self._request(what, lambda client: self._writer.create(client, key, source))
         if isinstance(source, FileSource) and source.progress is not None:
             source.progress(size)
 
-    def _create(self, client: Any, key: str, source: Buffer | FileSource) -> None:
-        chunks = list(source_chunks(source, max(1, source_size(source))))
-        data = plain_bytes(chunks[0]) if chunks else b""
-        announced = source.sha256 if isinstance(source, FileSource) else None
-        try:
-            self._put(client, key, data, announced, IfNoneMatch="*")
-        except Conflict:
-            self._check_not_above(client, key)
-            raise AlreadyExists(f"{self._name(key)} exists") from None
-        except Damaged:
-            if announced is not None and "sha256:" + hashlib.sha256(data).hexdigest() != announced:
-                raise StoreError(
-                    f"{self._name(key)}: the file is not what was announced: it changed since it was hashed"
-                ) from None
-            raise
-
     async def _create_in_parts(self, key: str, source: Buffer | FileSource, size: int, what: str) -> None:
         # Servers that ignore a condition on completing an upload would replace what is there.
-        with contextlib.suppress(NotFound):
-            await self._head(key)
-            raise AlreadyExists(f"{self._name(key)} exists")
-        upload = PartsUpload(self._request, self._where(key), what, self._room)
+        if await self._request(what, lambda client: self._reader.exists(client, key)):
+            raise AlreadyExists(f"{self.location.name(key)} exists")
+        upload = PartsUpload(self._request, self.location.where(key), what, self._room)
         try:
             sent = await upload.send(source, size)
             answer = await upload.complete(sent)
@@ -242,7 +157,7 @@ class S3Store:
             self._aborting.add(task)
             task.add_done_callback(self._aborted)
             if isinstance(error, Conflict):
-                raise AlreadyExists(f"{self._name(key)} exists") from None
+                raise AlreadyExists(f"{self.location.name(key)} exists") from None
             raise
         await self._check_parts(key, sent, answer)
 
@@ -251,7 +166,7 @@ class S3Store:
         head = await self._head(key)
         etag, checksum = answer.get("ETag", "").strip('"'), head.get("ChecksumSHA256")
         if (etag and head["ETag"].strip('"') != etag) or (checksum and checksum != sent.composite):
-            raise AlreadyExists(f"{self._name(key)} was created by another writer at the same time")
+            raise AlreadyExists(f"{self.location.name(key)} was created by another writer at the same time")
         self._composites[sent.composite] = sent.sha256
         while len(self._composites) > KEPT_COMPOSITES:
             self._composites.popitem(last=False)
@@ -262,107 +177,18 @@ class S3Store:
             task.exception()  # parts that cannot be dropped now are the bucket's lifecycle rule's
 
     async def swap(self, key: str, expected: str | None, data: bytes) -> str:
-        return await self._request(
-            f"swapping {self._name(key)}", lambda client: self._swap(client, key, expected, bytes(data))
-        )
-
-    def _swap(self, client: Any, key: str, expected: str | None, data: bytes) -> str:
-        if expected is None:
-            try:
-                return self._put(client, key, data, IfNoneMatch="*")
-            except Conflict:
-                self._check_not_above(client, key)
-                raise
-        # An empty or a wild If-Match would be no condition at all.
-        if not _ETAG.match(expected):
-            raise Conflict(f"{self._name(key)}: {expected!r} is no tag of it")
-        try:
-            tag = self._put(client, key, data, IfMatch=self._spelt(expected))
-        except Conflict:
-            if not self._wants_bare_tags(client, key, expected):
-                raise
-            return self._put(client, key, data, IfMatch=self._spelt(expected))
-        self._bare_tags = bool(self._bare_tags)
-        return tag
-
-    def _check_not_above(self, client: Any, key: str) -> None:
-        """BadKey where nothing is under ``key`` and something below: servers with directories refuse that."""
-        try:
-            client.head_object(**self._where(key))
-        except Exception as error:
-            if status_of(error) != 404:
-                raise
-            where = self._where(key + "/x")
-            below = client.list_objects_v2(Bucket=where["Bucket"], Prefix=where["Key"][:-1], MaxKeys=1)
-            if below.get("Contents"):
-                raise BadKey(
-                    f"{self._name(key)}: this server cannot hold it beside what is below it"
-                ) from None
-
-    def _spelt(self, tag: str) -> str:
-        return tag.strip('"') if self._bare_tags else tag
-
-    def _wants_bare_tags(self, client: Any, key: str, expected: str) -> bool:
-        """Whether the conflict was about spelling: older Ceph compares If-Match with the ETag's bare text.
-
-        Only proof counts, on an object of our own; an object that has the expected tag is what raises doubt.
-        """
-        if self._bare_tags is not None:
-            return False
-        try:
-            if _tag(client.head_object(**self._where(key)), key) != expected:
-                return False
-        except Exception as error:
-            if status_of(error) == 404:
-                return False
-            raise
-        where = {
-            "Bucket": self.location.bucket,
-            "Key": f"{self.location.prefix}.stitch/{secrets.token_hex(16)}",
-        }
-        tag = _tag(client.put_object(**where, Body=b"probe"), "probe")
-        works = {}
-        try:
-            for spelling in (tag, tag.strip('"')):
-                try:
-                    tag = _tag(client.put_object(**where, Body=spelling.encode(), IfMatch=spelling), "probe")
-                    works[spelling] = True
-                    break
-                except Exception as error:
-                    if status_of(error) != 412:
-                        raise
-        finally:
-            client.delete_object(**where)
-        self._bare_tags = not next(iter(works), '"').startswith('"')
-        return self._bare_tags
+        what = f"swapping {self.location.name(key)}"
+        return await self._request(what, lambda client: self._writer.swap(client, key, expected, bytes(data)))
 
     async def replace(self, key: str, data: bytes) -> None:
-        await self._request(f"writing {self._name(key)}", lambda client: self._put(client, key, bytes(data)))
+        what = f"writing {self.location.name(key)}"
+        await self._request(what, lambda client: self._writer.put(client, key, bytes(data)))
 
     async def delete(self, key: str) -> None:
-        await self._request(
-            f"deleting {self._name(key)}", lambda client: client.delete_object(**self._where(key))
-        )
+        what = f"deleting {self.location.name(key)}"
+        await self._request(what, lambda client: client.delete_object(**self.location.where(key)))
 
-    def _put(self, client: Any, key: str, data: bytes, sha256: str | None = None, **condition: str) -> str:
-        """One PUT; Conflict if its condition does not hold."""
-        digest = bytes.fromhex(sha256.removeprefix("sha256:")) if sha256 else hashlib.sha256(data).digest()
-        try:
-            answer = client.put_object(**self._where(key), Body=data, ChecksumSHA256=b64(digest), **condition)
-        except Exception as error:
-            translated = self._translated(error, f"writing {self._name(key)}", condition=bool(condition))
-            if translated is error:
-                raise
-            raise translated from error
-        return _tag(answer, key)
-
-    # ------------------------------------------------------------------------------------------- parts
-
-    def _name(self, key: str) -> str:
-        return f"{self.location}{check_key(key)}"
-
-    def _where(self, key: str) -> dict[str, str]:
-        return {"Bucket": self.location.bucket, "Key": self.location.prefix + check_key(key)}
+    # ---------------------------------------------------------------------------------------- requests
 
     async def _request(self, what: str, call: Callable[[Any], Any]) -> Any:
         return await self._threads(self._blocking, what, call)
@@ -371,33 +197,16 @@ class S3Store:
         try:
             return call(self._connected())
         except Exception as error:
-            translated = self._translated(error, what, condition=False)
-            if translated is error:
+            told = translated(error, what)
+            if told is error:
                 raise
-            raise translated from error
-
-    def _translated(self, error: Exception, what: str, *, condition: bool) -> Exception:
-        if isinstance(error, StoreError):
-            return error
-        # 404: what AWS answers to If-Match where there is nothing.
-        if status_of(error) == 412 or (
-            condition and status_of(error) == 404 and code_of(error) != "NoSuchBucket"
-        ):
-            return Conflict(f"{what}: it is not as it was read")
-        return translate(error, what) or error
+            raise told from error
 
     def _connected(self) -> Any:
         with self._connecting:
             if self._client is None:
                 self._client = self._make_client()
             return self._client
-
-
-def _tag(answer: dict[str, Any], key: str) -> str:
-    etag = str(answer.get("ETag") or "").strip('"')
-    if not etag:
-        raise Unavailable(f"{key}: the server's answer has no ETag")
-    return f'"{etag}"'
 
 
 def open_url(url: str) -> S3Store:

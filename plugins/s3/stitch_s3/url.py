@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from stitch_core.stores import BadUrl
+from stitch_core.stores.keys import check_key
 from stitch_core.stores.urls import url_options, url_prefix
 
-OPTIONS = ("endpoint", "region", "profile", "addressing", "role", "token_env", "readback")
+OPTIONS = ("endpoint", "region", "profile", "addressing", "role", "token_env", "readback", "ca")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}\Z")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -20,7 +21,8 @@ class Location:
 
     ``addressing``: ``path`` or ``virtual`` (the bucket in the host name); None: path at a custom endpoint.
     ``role`` is assumed with the web identity token in the variable ``token_env``. ``readback`` ``bytes``:
-    what was written is read back whole even where the server tells the digest that it found.
+    what was written is read back whole even where the server tells the digest that it found. ``ca``: the
+    file with the certificates of who may vouch for the endpoint, in place of the machine's.
     """
 
     bucket: str
@@ -32,9 +34,18 @@ class Location:
     role: str | None = None
     token_env: str | None = None
     readback: str = "digest"
+    ca: str | None = None
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
+
+    def name(self, key: str) -> str:
+        """The key as errors name it."""
+        return f"{self}{check_key(key)}"
+
+    def where(self, key: str) -> dict[str, str]:
+        """The key as boto3's calls name it."""
+        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
 
 def parse_url(url: str) -> Location:
@@ -56,6 +67,8 @@ def _options(parts: SplitResult) -> dict[str, str]:
     for name, allowed in (("addressing", ("path", "virtual")), ("readback", ("digest", "bytes"))):
         if found.get(name, allowed[0]) not in allowed:
             raise BadUrl(f"{name}={found[name]!r}: it is {' or '.join(allowed)}")
+    if not found.get("ca", "/").startswith("/"):
+        raise BadUrl(f"ca={found['ca']!r}: it is the absolute path of a file with certificates, as PEM")
     if "token_env" in found and not _VARIABLE.match(found["token_env"]):
         raise BadUrl("token_env is the name of an environment variable, not what is in it")
     return found

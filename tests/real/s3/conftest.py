@@ -7,12 +7,14 @@ import pytest
 
 from stitch_s3.testing.server import SeaweedServer
 
+NO_LIST, READ_ONLY = "STITCHTESTNOLIST0001", "STITCHTESTREADONLY01"
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[SeaweedServer]:
-    with SeaweedServer() as server:
+    others = {NO_LIST: ["Read", "Write"], READ_ONLY: ["Read", "List"]}
+    with SeaweedServer(others=others) as server:
         yield server
 
 

@@ -16,13 +16,14 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 Fault = Literal["refuse", "cut_request", "cut_answer", "truncate", "error_before", "error_after",
-                "busy", "delay", "twice", "late"]  # fmt: skip
+                "busy", "delay", "twice", "late", "forbid"]  # fmt: skip
 """``refuse``: the connection closes before the request is read. ``cut_request``: half of it goes on.
 ``cut_answer``: done, and the connection closes. ``truncate``: the answer ends in its middle. ``error_*``:
 500, before or after it was done. ``busy``: 503. ``delay``: the answer is slow. ``twice``: the server gets it
-two times, the second answer counts. ``late``: it is answered with 500 and done a little later."""
+two times, the second answer counts. ``late``: it is answered with 500 and done a little later. ``forbid``:
+403, which random faults have not, as it is no accident."""
 
-FAULTS: tuple[Fault, ...] = get_args(Fault)
+FAULTS: tuple[Fault, ...] = tuple(fault for fault in get_args(Fault) if fault != "forbid")
 
 
 @dataclass
@@ -108,12 +109,16 @@ class FaultProxy:
         if fault == "cut_request":
             await self._half(request)
             return False
-        if fault in ("error_before", "busy", "late"):
+        if fault in ("error_before", "busy", "late", "forbid"):
             if fault == "late":
                 task = asyncio.ensure_future(self._do_late(request))
                 task.set_name("late")
                 self._keep(task)
-            writer.write(_error(503, "SlowDown") if fault == "busy" else _error(500, "InternalError"))
+            status, code = {"busy": (503, "SlowDown"), "forbid": (403, "AccessDenied")}.get(
+                fault, (500, "InternalError")
+            )
+            head, _, body = _error(status, code).partition(b"\r\n\r\n")
+            writer.write(head + b"\r\n\r\n" + (b"" if request.method == "HEAD" else body))
             await writer.drain()
             return True
         answer = await self._forward(request)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,21 @@ class SeaweedServer:
     same data and ports: acknowledged writes survive, and SIGTERM takes 15 seconds.
     """
 
-    def __init__(self, directory: Path | None = None, bucket: str = "stitch", *, volume_mb: int = 64) -> None:
-        """``volume_mb``: of one of the at most 200 files that hold the objects."""
+    def __init__(
+        self,
+        directory: Path | None = None,
+        bucket: str = "stitch",
+        *,
+        volume_mb: int = 64,
+        others: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """``volume_mb``: of one of the at most 200 files that hold the objects.
+
+        ``others``: more access keys, with the same secret, and what each may do (SeaweedFS's names).
+        """
         self._own = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="stitch-s3-"))
-        self.bucket, self._volume_mb = bucket, volume_mb
+        self.bucket, self._volume_mb, self._others = bucket, volume_mb, others or {}
         self._ports = _free_ports(8)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
@@ -99,13 +109,15 @@ class SeaweedServer:
         """For another process, with ENVIRON."""
         return f"s3://{self.bucket}/{prefix}?endpoint={endpoint or self.endpoint}"
 
-    def store(self, prefix: str = "", endpoint: str | None = None, **options: Any) -> S3Store:
+    def store(
+        self, prefix: str = "", endpoint: str | None = None, *, key: str = ACCESS_KEY, **options: Any
+    ) -> S3Store:
         location = Location(self.bucket, prefix, endpoint=endpoint or self.endpoint)
-        return S3Store(location, client=lambda: self.client(endpoint), **options)
+        return S3Store(location, client=lambda: self.client(endpoint, key), **options)
 
-    def client(self, endpoint: str | None = None) -> Any:
+    def client(self, endpoint: str | None = None, key: str = ACCESS_KEY) -> Any:
         location = Location(self.bucket, endpoint=endpoint or self.endpoint)
-        return connect(location, PARALLEL, credentials=(ACCESS_KEY, SECRET_KEY))
+        return connect(location, PARALLEL, credentials=(key, SECRET_KEY))
 
     def _run(self, command: str, *arguments: str) -> None:
         weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -119,11 +131,11 @@ class SeaweedServer:
 
     def _config(self) -> Path:
         path = self.directory / "s3.json"
-        credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        actions = ["Admin", "Read", "List", "Tagging", "Write"]
-        path.write_text(json.dumps(
-            {"identities": [{"name": "test", "credentials": credentials, "actions": actions}]}
-        ))  # fmt: skip
+        keys = {ACCESS_KEY: ["Admin", "Read", "List", "Tagging", "Write"], **self._others}
+        path.write_text(json.dumps({"identities": [
+            {"name": key, "credentials": [{"accessKey": key, "secretKey": SECRET_KEY}], "actions": list(may)}
+            for key, may in keys.items()
+        ]}))  # fmt: skip
         return path
 
     def _wait(self, endpoint: str, timeout: float) -> None:
