@@ -9,7 +9,7 @@ from stitch_core.cli.common import Commands, absolute_path, add_command, emit
 LAUNCHERS = ("modal", "kubernetes", "ssh")
 NEXT = {
     "modal": "python {out}/app.py prepare, then python {out}/app.py",
-    "kubernetes": "kubectl --namespace {namespace} apply -f {out}",
+    "kubernetes": "as {out}/1-prepare.yaml begins; later kubectl --namespace {namespace} apply -f {out}",
     "ssh": "{out}/launch.sh",
 }
 

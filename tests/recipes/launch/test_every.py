@@ -53,7 +53,7 @@ def test_the_command_writes_says_what_is_next_and_refuses_what_was_edited(
     words = ["recipe", "render", "glm-4.5-air/fp8-serve", "--for", "kubernetes"]
     words += ["--site", str(tmp_path / "site.toml"), "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    assert f"next: kubectl --namespace rl apply -f {tmp_path / 'out'}" in capsys.readouterr().out
+    assert f"kubectl --namespace rl apply -f {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["changed"] == []
     edited = tmp_path / "out" / "3-gateway.yaml"

@@ -21,6 +21,9 @@ DRAIN_SECONDS = 600
 READY_SECONDS = 2 * 3600
 """How long training waits for replicas: a large checkpoint is fetched, loaded and tested by itself first."""
 
+PREPARE_SECONDS = 12 * 3600
+"""How long the preparation of checkpoints may take, of which a download of terabytes is a part."""
+
 RESTARTS = 20
 """How often a trainer is started again by itself."""
 

@@ -23,7 +23,10 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         )
 
     def file(name: str, comment: str, *manifests: Manifest) -> File:
-        return _file(name, comment.format_map(site.model_dump()), manifests)
+        return _file(name, comment.format_map({**site.model_dump(), "jobs": jobs}), manifests)
+
+    several = convert(recipe, recipe.trainer, site) if recipe.trainer else []
+    jobs = "-f 1-prepare.yaml" + (" -f 1-prepare-together.yaml" if several else "")
 
     files = [
         file("1-prepare.yaml", _PREPARE, prepare(recipe, site)),
@@ -32,8 +35,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         file("4-housekeeping.yaml", _HOUSEKEEPING, *housekeeping(recipe, site)),
     ]
     if recipe.trainer is not None:
-        parts = convert(recipe, recipe.trainer, site)
-        files += [file("1-convert.yaml", _CONVERT, *parts)] if parts else []
+        files += [file("1-prepare-together.yaml", _CONVERT, *several)] if several else []
         files.append(
             file("5-trainer.yaml", _TRAINER, *settings(recipe, site), trainer(recipe, recipe.trainer, site))
         )
@@ -41,9 +43,13 @@ def render(recipe: Recipe, site: Site) -> list[File]:
 
 
 _PREPARE = """Fetches and converts the checkpoints onto the volume {models_claim}, then creates the run. The
-other parts wait for it. A Job is not changed by a second apply: after changing the recipe, delete it first.
+other parts wait for it, but hold GPUs meanwhile: the first time, apply the Jobs alone and wait for them.
+A Job is not changed by a second apply: after changing the recipe, delete it first.
 
-Everything:  kubectl --namespace {namespace} apply -f .
+First:       kubectl --namespace {namespace} apply {jobs}
+             kubectl --namespace {namespace} wait --for=condition=complete --timeout=12h job --selector \\
+                 app.kubernetes.io/instance={name}
+Then:        kubectl --namespace {namespace} apply -f .
 End it all:  kubectl --namespace {namespace} delete -f .      (versions in the store and saves stay)"""
 _CONVERT = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
 trainer's nodes at once, after the run was created. If it fails, delete the Job and apply again."""

@@ -10,6 +10,7 @@ from ..schema import Engine, Recipe, Trainer
 from ..site import Site
 from .common import (
     DRAIN_SECONDS,
+    PREPARE_SECONDS,
     READY_SECONDS,
     RESTARTS,
     alone,
@@ -101,7 +102,7 @@ def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
         )  # fmt: skip
         spec = pod(
             site, [node],
-            initContainers=[waiting("run-is-there", processes.known(site), site, READY_SECONDS)],
+            initContainers=[waiting("run-is-there", processes.known(site), site, PREPARE_SECONDS)],
             restartPolicy="Never",
             subdomain=name,
             nodeSelector=site.trainer_nodes,
@@ -191,7 +192,7 @@ def _replica(recipe: Recipe, engine: Engine, site: Site) -> Manifest:
     return pod(
         site,
         [server],
-        initContainers=[waiting("run-is-there", processes.known(site), site, READY_SECONDS)],
+        initContainers=[waiting("run-is-there", processes.known(site), site, PREPARE_SECONDS)],
         terminationGracePeriodSeconds=LEAVE_SECONDS + DRAIN_SECONDS + 60,
         nodeSelector=site.engine_nodes,
         volumes=[
@@ -296,7 +297,7 @@ def housekeeping(recipe: Recipe, site: Site) -> list[Manifest]:
     spec = pod(
         site,
         [compactor],
-        initContainers=[waiting("run-is-there", processes.known(site), site, READY_SECONDS)],
+        initContainers=[waiting("run-is-there", processes.known(site), site, PREPARE_SECONDS)],
         volumes=[{"name": "scratch", "emptyDir": {}}],
     )
     follows = {
@@ -364,7 +365,7 @@ def _node(recipe: Recipe, trainer: Trainer, site: Site, name: str) -> Manifest:
         ],
     )  # fmt: skip
     converted = [
-        waiting("converted", is_done(step, site), site, READY_SECONDS, mount("models", site.models))
+        waiting("converted", is_done(step, site), site, PREPARE_SECONDS, mount("models", site.models))
         for step in together(recipe, site)
     ]
     ready = gate(f"http://{site.name}-gateway:{GATEWAY_PORT}", needed(recipe), READY_SECONDS, site)

@@ -19,6 +19,7 @@ from ..schema import Recipe, Trainer
 from ..site import Site
 from .common import (
     DRAIN_SECONDS,
+    PREPARE_SECONDS,
     READY_SECONDS,
     SERVICE_IMAGE,
     engine_image,
@@ -164,7 +165,12 @@ class Deployment:
     def _preparing(self) -> Arguments:
         image = self._trainer_image() if self.recipe.trainer else self._service()
         volumes = {self.site.models: self.models}
-        return {**image, "volumes": volumes, "timeout": 12 * HOUR, "retries": modal.Retries(max_retries=2)}
+        return {
+            **image,
+            "volumes": volumes,
+            "timeout": PREPARE_SECONDS,
+            "retries": modal.Retries(max_retries=2),
+        }
 
     def _trainer_image(self) -> Arguments:
         image = trainer_image(self.training, self.site)
