@@ -5,17 +5,22 @@ layers for multi-token prediction, whose layout is that of a layer.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stitch_core.files import PosixFiles
 from stitch_recipes.layout.config import config_json
 from stitch_recipes.layout.geometry import Geometry
 from stitch_recipes.layout.scaled import scaled
+from stitch_recipes.layout.synthesis import stored, write_checkpoint
 from stitch_recipes.layout.tensors import tensors
 from stitch_recipes.schema import Checkpoint
 from tests.recipes.layout.models import model
+
+from .server import SGLangServer
 
 pytestmark = pytest.mark.real
 
@@ -37,6 +42,22 @@ def test_names_and_shapes_are_those_of_the_class_that_the_config_names(name: str
     described = model(name)[0].geometry
     for geometry in (described, scaled(described)):
         assert layout(geometry) == of_transformers(geometry)
+
+
+async def test_stock_sglang_serves_a_scaled_checkpoint_and_knows_every_tensor(tmp_path: Path) -> None:
+    """The one with most kinds of tensors among those that SGLang can serve without a GPU."""
+    geometry, how = scaled(model("glm-4.5-air")[0].geometry), Checkpoint()
+    content = ((one.tensor, one.at(0)) for one in stored(geometry, how))
+    write_checkpoint(tmp_path / "model", PosixFiles(), geometry, how, content)
+    server = SGLangServer(tmp_path / "model", tmp_path, {}, ("--skip-tokenizer-init",))
+    try:
+        await server.until_ready("/health")
+        answer = await server.generate([5, 6, 7, 8], new=8)
+    finally:
+        server.stop()
+    assert len(answer["output_ids"]) == 8
+    assert all(token < geometry.vocab_size for token in answer["output_ids"])
+    assert "not found" not in server.log.read_text(errors="replace")
 
 
 def layout(geometry: Geometry) -> Shapes:
