@@ -71,7 +71,7 @@ AIR, FLASH, GLM, KIMI, K3 = (
         (AIR, "versions/anchor_every", None, "versions.anchor_every: without fulls"),
         (GLM, "engine/environment/FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "NVFP4_4OVER6_ERR_MODE: the"),
         (KIMI, "trainer/flags/num-layers-at-end-in-bf16", 1, "trainer.flags.num-layers-at-end-in-bf16: 1,"),
-        (AIR, "unknown", {}, "checkpoints.fp8-block.canonical_gb: left out"),
+        (AIR, "unknown", {}, "checkpoints.fp8-block.image_gb: left out"),
         (K3, "unknown", {"checkpoints.mxfp4.image_gb": "why"}, "unknown.checkpoints.mxfp4.image_gb: the"),
         (K3, "unknown", {"engine.colour": "why"}, "unknown.engine.colour: there is no such field"),
         (AIR, "serve", "fp4", "serve, trainer.checkpoint: there is no checkpoints.fp4"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..schema import Recipe
+from . import memory
 
 CHAIN = 1.0
 """A chain of deltas that is longer than this part of the model costs a joiner more than the model."""
@@ -44,7 +45,7 @@ def _anchors(recipe: Recipe, every: int) -> Iterator[str]:
             f"versions.anchor_every: {every} deltas of {changed:.2%} are longer than the model and nothing "
             "merges them: set compact, or anchor more often"
         )
-    size = (recipe.served.canonical_gb or 0.0) * 1e9 if recipe.serve in recipe.checkpoints else 0.0
+    size = memory.size(recipe) if recipe.serve in recipe.checkpoints else 0.0
     if (
         versions.step_seconds is not None
         and size / FETCH > every * versions.publish_every * versions.step_seconds

@@ -29,7 +29,6 @@ def problems(recipe: Recipe) -> Iterator[str]:
 def _left_out(recipe: Recipe) -> Iterator[str]:
     served = recipe.served
     facts = {
-        f"checkpoints.{recipe.serve}.canonical_gb": served.canonical_gb,
         f"checkpoints.{recipe.serve}.image_gb": served.image_gb,
     }
     for name in {recipe.serve, recipe.trainer.checkpoint if recipe.trainer else recipe.serve}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..layout.formats import totals
 from ..schema import Recipe
 
 JOURNAL = 0.02
@@ -12,13 +13,18 @@ JOURNAL = 0.02
 GIB = 2**30
 
 
-def needed(recipe: Recipe) -> tuple[float, float]:
-    """Bytes of memory and of disk beside the engine's own; unknown images count as the checkpoint.
+def size(recipe: Recipe) -> float:
+    """Bytes of the served checkpoint: as published, else as the layout gives them."""
+    served = recipe.served
+    if served.canonical_gb is not None:
+        return served.canonical_gb * 1e9
+    return float(totals(recipe.model.geometry, served)[1])
 
-    Zero where the checkpoint's own size is unknown.
-    """
+
+def needed(recipe: Recipe) -> tuple[float, float]:
+    """Bytes of memory and of disk beside the engine's own; unknown images count as the checkpoint."""
     served, engine = recipe.served, recipe.engine
-    canonical = (served.canonical_gb or 0.0) * 1e9
+    canonical = size(recipe)
     ranks = engine.gpus
     images = served.image_gb * 1e9 * ranks if served.image_gb is not None else canonical
     memory = 0.0 if engine.destination == "disk" else images * engine.images
