@@ -97,7 +97,9 @@ def rows(world: World, cpu: float) -> Iterator[harness.Row]:
     busiest = max(replica.most for replica in world.replicas.values())
     yield row("herd", "most requests at one replica, as a multiple of the mean share of those held",
               busiest / max(1.0, world.most_held / count))  # fmt: skip
+    boot = max(rates(world, "replicas", True, boot=True))
     used = {
+        f"the store's reads as all replicas start at once ({S3_READS}/s for one prefix)": boot / S3_READS,
         f"the store's reads ({S3_READS}/s for one prefix)": max(rates(world, None, True)) / S3_READS,
         f"the store's writes ({S3_WRITES}/s for one prefix)": max(rates(world, None, False)) / S3_WRITES,
         f"requests at the first replica ({ENGINE_SEQUENCES} run at once)": busiest / ENGINE_SEQUENCES,

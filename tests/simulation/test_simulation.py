@@ -50,6 +50,7 @@ def test_anything_with_many_seeds(first: int) -> None:
     run("anything", range(first, first + CHUNK))
 
 
+@pytest.mark.slow
 def test_random_worlds_are_eventful() -> None:
     """Faults do not keep everything from happening, nor does everything go well."""
     reports = [run_seed(seed) for seed in range(30)]
@@ -96,13 +97,13 @@ def test_what_was_abandoned_is_left_also_where_no_delta_goes_backwards(
 
 def test_a_seed_replays_exactly_whatever_the_hash_seed() -> None:
     """Sets of strings and addresses of objects have no say in what happens."""
-    here = [run_seed(seed) for seed in range(6)]
-    again = [run_seed(seed) for seed in range(6)]
+    here = [run_seed(seed) for seed in range(4)]
+    again = [run_seed(seed) for seed in range(4)]
     assert [(r.fingerprint, r.trace) for r in here] == [(r.fingerprint, r.trace) for r in again]
-    assert len({r.fingerprint for r in here}) == 6
+    assert len({r.fingerprint for r in here}) == 4
     program = (
         "from stitch_core.testing.simulation import run_seed\n"
-        "print(*(run_seed(seed).fingerprint for seed in range(6)))"
+        "print(*(run_seed(seed).fingerprint for seed in range(4)))"
     )
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
