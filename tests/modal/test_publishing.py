@@ -52,6 +52,7 @@ async def test_two_trainers_one_publishes(cloud: Cloud, tmp_path: Path) -> None:
     await asyncio.gather(*(store.close() for store in stores))
 
 
+@pytest.mark.slow
 async def test_a_stalled_trainer_is_fenced_by_a_new_claim(cloud: Cloud, tmp_path: Path) -> None:
     old, new = cloud.store("a"), cloud.store("b", mounted=False)
     stalled, writer = publisher(old, "run"), publisher(new, "run")
@@ -76,7 +77,9 @@ async def reads(store: ModalStore, stop: asyncio.Event) -> int:
     return newest
 
 
-@pytest.mark.parametrize("versions", [2, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "versions", [pytest.param(2, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.long)]
+)
 async def test_no_reader_meets_a_head_without_its_bytes(cloud: Cloud, tmp_path: Path, versions: int) -> None:
     """Commits are late, and the Dict that tells of the head is not."""
     manners = cloud.manners
@@ -149,6 +152,7 @@ async def one_death(cloud: Cloud, scratch: Path, count: int, *, after: bool, com
     return death.dead
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_at_a_call(cloud: Cloud, tmp_path: Path) -> None:
     for count, after in ((12, False), (24, True)):
         cloud.reset()

@@ -184,6 +184,7 @@ async def test_what_stays_open_is_named(cloud: Cloud, what: str) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 async def test_reads_never_meet_a_reload_of_their_own(cloud: Cloud, tmp_path: Path) -> None:
     """While a mount is reloaded it looks empty, and with a file open it cannot be."""
     cloud.manners.empty, cloud.manners.skip_reload = 0.005, False
@@ -251,6 +252,7 @@ async def test_a_head_is_polled_without_reloads(cloud: Cloud) -> None:
     await asyncio.gather(trainer.close(), replica.close())
 
 
+@pytest.mark.slow
 async def test_half_written_files_are_seen_by_others_but_no_objects(cloud: Cloud) -> None:
     """Containers commit on their own, every few seconds, whatever is there."""
     cloud.manners.background = 0.002
@@ -635,6 +637,7 @@ def test_one_handle_for_all_stores_of_a_process() -> None:
     assert first._host is not open_url("modal://v1/a?environment=dev")._host
 
 
+@pytest.mark.slow
 def test_the_sdk_is_imported_at_the_first_call() -> None:
     code = (
         "import sys; from stitch_core.stores import open_store; open_store('modal://v/p?mount=/vol');"

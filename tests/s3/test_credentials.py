@@ -87,6 +87,7 @@ async def test_a_token_is_read_at_each_renewal(
     assert set(fake.tokens) == {"token-2"}
 
 
+@pytest.mark.slow
 async def test_a_token_that_is_missing_or_refused(fake: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(url: str, message: str) -> None:
         store = open_url(url)

@@ -1,5 +1,7 @@
 """What an s3: URL may say, and that no message repeats what could be a secret."""
 
+from typing import Any
+
 import pytest
 
 from stitch_core.stores import BadUrl, open_store
@@ -97,8 +99,16 @@ def test_where_the_bucket_is_in_a_request(monkeypatch: pytest.MonkeyPatch, optio
         monkeypatch.delenv(name, raising=False)
     location = parse_url("s3://bucket/p?region=eu-west-1" + options)
     client = connect(location, 1, credentials=("key", "secret"))
-    url = client.generate_presigned_url("get_object", location.where("k"))
-    assert url.partition("?")[0] == place
+    seen: list[str] = []
+
+    def stop(request: Any, **_: Any) -> None:
+        seen.append(request.url)
+        raise InterruptedError
+
+    client.meta.events.register("before-send.s3", stop)
+    with pytest.raises(InterruptedError):
+        client.get_object(**location.where("k"))
+    assert seen == [place]
     client.close()
 
 
