@@ -7,7 +7,8 @@ XORs and hashes them; a fold does that for each version with reused buffers and 
 Synthetic weights change by one unit in the last place at random (BF16 and FP32 normal, FP8 and packed FP4 by
 their codes); real ones are steps of benchmarks/traces.py, laid end to end to the same size. Times are thread
 CPU time, best of rounds in turns; ratios are of one run. Everything lies in memory (files on /dev/shm where
-there is one).
+there is one). Rows beside ``cwtrain`` (benchmarks/cwtrain_peer.py) are there where it is
+installed, which takes Python 3.12 or newer; those of a host's copy (benchmarks/host_copy.py) are wall clock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from benchmarks import host_copy, traces
+from benchmarks import cwtrain_peer, host_copy, traces
 from benchmarks.harness import Row, at_least, at_most, run, say
 from stitch_core.delta import DeltaDirectory, xor
 from stitch_core.delta.encoder import DeltaEncoder
@@ -454,6 +455,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield from encode_and_receive(work, size, rounds, options.quick)
         yield from fold(work, (4 if options.quick else 16) << 20, rounds, options.quick)
         yield from many(work, 6_000 if options.quick else 60_000, 3)
+        yield from cwtrain_peer.rows(work, (64 if options.quick else 256) << 20, 2 if options.quick else 4)
         yield from host_copy.rows(work, (128 if options.quick else 512) << 20, 3 if options.quick else 5)
     finally:
         shutil.rmtree(work)
