@@ -8,7 +8,7 @@ import errno
 import socket
 from typing import Any
 
-from ..versions import Refusal
+from ..versions import Refusal, malformed
 from .asgi import App, encode_json
 
 BACKLOG = 2048
@@ -78,7 +78,7 @@ async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace:
 
 
 def _hurried(protocol: type[Any]) -> type[Any]:
-    """uvicorn's ``protocol``, which by itself waits for a head for ever."""
+    """uvicorn's ``protocol`` with a deadline for heads, and what is no HTTP refused in the one envelope."""
 
     class Hurried(protocol):
         _deadline: asyncio.TimerHandle | None = None
@@ -111,12 +111,22 @@ def _hurried(protocol: type[Any]) -> type[Any]:
 
         def _late(self) -> None:
             self._deadline = None
-            if not self._awaits_head() or self.transport.is_closing():
-                return
-            refusal = Refusal(408, "RequestTimeout", "the request's head did not come in time", "never")
+            if self._awaits_head() and not self.transport.is_closing():
+                text = "the request's head did not come in time"
+                self._refuse(Refusal(408, "RequestTimeout", text, "never"), "Request Timeout")
+
+        def send_400_response(self, msg: str) -> None:
+            """uvicorn's own is plain text."""
+            if self._awaits_head():
+                self._refuse(malformed(f"the request is not HTTP: {msg}"), "Bad Request")
+            else:  # what was begun stays incomplete
+                self.transport.close()
+
+        def _refuse(self, refusal: Refusal, reason: str) -> None:
             body = encode_json(refusal.body())
-            head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            head = f"HTTP/1.1 {refusal.status} {reason}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
             self.transport.close()
 
     return Hurried
