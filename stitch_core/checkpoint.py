@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,17 +85,11 @@ class Checkpoint:
                 raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {at + len(data)}")
             yield data
 
-    def table(
-        self, workers: int = 1, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, TensorInfo]:
-        """Hash every tensor on ``workers`` threads, 8 MiB each; ``progress`` gets bytes done, and all."""
+    def table(self, workers: int = 1) -> dict[str, TensorInfo]:
+        """Hash every tensor on ``workers`` threads, 8 MiB each in memory."""
         table: dict[str, TensorInfo] = {}
-        done, total = 0, sum(ref.nbytes for ref in self.tensors.values())
         for infos in in_order((functools.partial(self._infos, names) for names in self._groups()), workers):
             table |= infos
-            if progress:
-                done += sum(self.tensors[name].nbytes for name in infos)
-                progress(done, total)
         return table
 
     def state(self, workers: int = 1) -> str:

@@ -82,7 +82,7 @@ class HostCheckpoint:
         self.table: dict[str, TensorInfo] = {}
         self._nonce = nonce
         self._batch_bytes = batch_bytes
-        self._workers = workers or default_workers()
+        self.workers = workers or default_workers()
         self._part_bytes = part_bytes
         self._partials: Partials = {}
         self._journal = Journal(root / "journal", files)
@@ -153,7 +153,7 @@ class HostCheckpoint:
             if marker.target is not None:
                 self._redo(marker, data)
             self._checkpoint = Checkpoint.open(data, self.files)
-            table = self._checkpoint.table(self._workers)
+            table = self._checkpoint.table(self.workers)
         except (ValueError, FileNotFoundError) as error:  # ValueError also from writing past a file's end
             self._hold_none(f"its data is damaged: {error}")
             return
@@ -170,7 +170,7 @@ class HostCheckpoint:
 
     def _redo(self, marker: Marker, data: Path) -> None:
         """Carry out the journal's record, if it is one of this marker's, and note what is partial then."""
-        note = self._journal.redo(marker.tag, data, workers=self._workers)
+        note = self._journal.redo(marker.tag, data, workers=self.workers)
         self._partials = marker.partials if note is None else partials_from_json(note["partials"])
         if self._partials != marker.partials:  # which the next record is not to take away
             self._write_marker(dataclasses.replace(marker, partials=self._partials))
@@ -200,7 +200,7 @@ class HostCheckpoint:
                 names = [*boot.weight_files, *index, *side_files(self.files, source)]
                 copy_files(self.files, source, data, names)
                 checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table(self._workers)
+                table = checkpoint.table(self.workers)
                 state = state_digest(table)
                 if state != version0.state:
                     raise HostCheckpointError(
@@ -264,13 +264,13 @@ class HostCheckpoint:
             _check_target(plan, deltas)
             marker = Marker(data.name, held, Holding.of(plan.target), self._nonce(), self._partials)
             applying = Applying(
-                checkpoint, deltas, self.table, self._workers, self._partials, self._part_bytes
+                checkpoint, deltas, self.table, self.workers, self._partials, self._part_bytes
             )
             with contextlib.closing(records(applying, self._journal, marker.tag, self._bound())) as sealed:
                 for i, record in enumerate(sealed):
                     if i == 0:
                         self._begin(marker)
-                    if self._journal.redo(marker.tag, data, workers=self._workers) is None:
+                    if self._journal.redo(marker.tag, data, workers=self.workers) is None:
                         raise OSError(
                             errno.EIO, "the journal is not what was written into it", str(self.root)
                         )
@@ -323,14 +323,14 @@ class HostCheckpoint:
                 copy_files(self.files, self._data, data, self._sides(names))
             try:
                 checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table(self._workers)
+                table = checkpoint.table(self.workers)
             except CheckpointError as error:
                 raise RepresentationInvalid(full.digest(), f"{full.version}: {error}") from error
             self._check_full(full, table)
             deltas = PlanDeltas(table, plan.deltas, directory_of, self.files)
             _check_target(plan, deltas)
             try:
-                applying = Applying(checkpoint, deltas, table, self._workers, part_bytes=self._part_bytes)
+                applying = Applying(checkpoint, deltas, table, self.workers, part_bytes=self._part_bytes)
                 applying.rewrite(directory_of(full))
             except (CopyDamaged, CheckpointError) as error:
                 raise HostCheckpointError(f"{data} was damaged while it was being made: {error}") from error

@@ -103,7 +103,10 @@ class Stager:
             if boot is None:
                 raise CheckpointError("no base checkpoint was given")
             self._activity("reading the boot checkpoint")
-            self._boot_table = await self._run_blocking(lambda: Checkpoint.open(boot, self._files).table())
+            workers = self.host.workers
+            self._boot_table = await self._run_blocking(
+                lambda: Checkpoint.open(boot, self._files).table(workers)
+            )
         return self._boot_table
 
     async def stage(self, target: Manifest) -> Staged:
