@@ -1,35 +1,41 @@
-"""`stitch profile` on a replica of stock SGLang; test_destinations.py collects it, whose servers it uses."""
+"""`stitch profile` on a replica of stock SGLang, the one of test_destinations.py."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from recipes.local.sglang_server import environment
 from stitch_core.cli.main import main
 
-from .world import RUN
-
-if TYPE_CHECKING:
-    from .test_destinations import Pair
+from .world import RUN, World
 
 BUSY = 2
-OTHER_SEED = 23
+OTHER_SEED, TARGET = 23, 17
+PROMPTS = ("{|}~", "".join(chr(33 + i % 90) for i in range(300)), "z")
 
 
-async def test_stitch_profile_of_an_update(world: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every check passes, and the row has the figures that an SGLang replica on this machine can give."""
-    from .test_destinations import TARGET
-
+async def an_update(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check passes, equality with a fresh server that it starts itself from the version included, and
+    the row has the figures that an SGLang replica on this machine can give.
+    """
+    for name, value in environment(world.scratch, {}).items():
+        monkeypatch.setenv(name, value)
     await world.serves(world.publish(OTHER_SEED))
     capsys.readouterr()
     arguments = [
         "profile", "--server", world.server.url, "--store", world.url, "--run", RUN, "--json",
-        "--idle", "0.5", "--load", str(BUSY), "--load-tokens", "200", "--prompts", "3",
-        "--tokens", "12", "--patience", "120", "--reference", world.fresh.url,
+        "--idle", "0.5", "--load", str(BUSY), "--load-tokens", "200", "--tokens", "12",
+        "--patience", "120", "--seed", "1",
+        "--start-reference", "sglang", "--work", str(world.scratch),
     ]  # fmt: skip
+    for prompt in PROMPTS:
+        arguments += ["--prompt", prompt]
     profiling = asyncio.ensure_future(asyncio.to_thread(main, arguments))
     await world.status_until(lambda status: status["active_requests"] >= BUSY or profiling.done())
     await asyncio.sleep(2.5)  # the idle time is over

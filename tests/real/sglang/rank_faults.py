@@ -1,12 +1,14 @@
 """Faults of one rank, on demand: a plugin of SGLang beside Stitch's, copied to where a test's server looks.
 
 A fault happens while there is a file of its name in the directory FAULTS: ``copy``, ``read`` and ``unfit``
-on rank 1, ``memory`` everywhere.
+on rank 1, ``memory``, ``slow`` (a read takes half a second) and ``altered`` (the live weights are none of the
+boot checkpoint's) everywhere.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -16,7 +18,7 @@ def register() -> None:
     from stitch_sglang.reading import Reader
     from stitch_sglang.shadow import Unfit
 
-    copy, read, memory = Image.copy_to_live, Reader._read, ranks.available_memory
+    copy, read, memory, opened = Image.copy_to_live, Reader._read, ranks.available_memory, ranks._open
 
     def there(name: str) -> bool:
         return (Path(os.environ["FAULTS"]) / name).exists()
@@ -38,7 +40,15 @@ def register() -> None:
             raise OSError(f"a fault at {name}")
         if wanted("unfit"):
             raise Unfit(f"no stage of {name}")
+        if there("slow"):
+            time.sleep(0.5)
         return read(self, name, ref)
 
+    def open_stager(scheduler):
+        if there("altered"):
+            scheduler.tp_worker.model_runner.model.model.norm.weight.data.add_(1)
+        return opened(scheduler)
+
+    ranks._open = open_stager
     ranks.available_memory = lambda: 1000 if there("memory") else memory()
     Image.copy_to_live, Reader._read = copy_to_live, read_tensor

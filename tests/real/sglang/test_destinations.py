@@ -1,4 +1,7 @@
-"""A stock SGLang server that follows a store by images in memory; test_follower.py has the same from disk."""
+"""A stock SGLang server that follows a store by images in memory; test_follower.py has the same from disk.
+
+With overlap scheduling, on a run and a host that it did not begin.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,36 @@ from typing import Any
 
 import pytest
 
+from . import joining, profiling
 from . import test_follower as from_disk
-from .checkpoints import random_weights, write
-from .profiling import test_stitch_profile_of_an_update  # noqa: F401
-from .server import SGLangServer
+from .checkpoints import random_weights
 from .world import World
 
 pytestmark = pytest.mark.real
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
-TARGET = 17
-"""The seed that the fresh server booted with."""
 
-
-class Pair(World):
-    """A replica, and a server without Stitch that booted with other weights."""
-
-    fresh: SGLangServer
-
-    def close(self) -> None:
-        self.fresh.stop()
-        super().close()
+# In this order: the first asks while the server starts.
+test_c22_no_boot_weights_under_another_label = joining.no_boot_weights_under_another_label
+test_c21_an_exact_pin_holds_up_to_the_deadline = joining.an_exact_pin_holds_up_to_the_deadline
+test_spans_are_exact_with_overlap_scheduling = joining.spans_are_exact
+test_stitch_profile_of_an_update = profiling.an_update
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = Pair(tmp_path_factory.mktemp("world"))
-    target = write(world.scratch / "target", random_weights(TARGET))
-    world.fresh = SGLangServer(target, world.scratch, {}, ("--disable-overlap-schedule",))
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = asyncio.run(joining.under_way(tmp_path_factory.mktemp("world"), left=len(joining.SEEDS) - 1))
     try:
-        asyncio.run(world.start(destination="cpu").until_ready())
-        asyncio.run(world.fresh.until_ready("/health"))
+        world.start((), destination="cpu", pin_drain=joining.PIN_DRAIN)
         yield world
     finally:
         world.close()
+
+
+@pytest.fixture(scope="module")
+def world(starting: World) -> World:
+    asyncio.run(starting.server.until_ready())
+    return starting
 
 
 async def said(world: World) -> dict[str, Any]:
@@ -51,26 +50,28 @@ async def said(world: World) -> dict[str, Any]:
     return result
 
 
-async def test_staged_and_activated_is_bit_for_bit_a_fresh_server(world: Pair) -> None:
+async def test_a_return_to_what_equalled_a_fresh_server_is_bit_for_bit_the_same(world: World) -> None:
     """Tokens and logprobs; and the same again after another version was served in between."""
+    assert world.seeds[-1] == profiling.TARGET, "the profile before this test left it"
+    await world.serves(len(world.seeds) - 1)
     prompts = [PROMPT, [33 + i % 90 for i in range(300)], [9]]
 
-    async def answers(server: SGLangServer) -> list[Any]:
+    async def answers() -> list[Any]:
         found = []
         for prompt in prompts:
-            answer = await server.generate(prompt, new=24, return_logprob=True)
+            answer = await world.server.generate(prompt, new=24, return_logprob=True)
             found.append((answer["output_ids"], answer["meta_info"]["output_token_logprobs"]))
         return found
 
-    expected = await answers(world.fresh)
+    expected = await answers()
     for _ in range(2):
         await world.serves(world.publish(1))
-        other = await answers(world.server)
-        await world.serves(world.publish(TARGET))
-        assert await answers(world.server) == expected != other
+        other = await answers()
+        await world.serves(world.publish(profiling.TARGET))
+        assert await answers() == expected != other
 
 
-async def test_the_status_says_what_it_took(world: Pair) -> None:
+async def test_the_status_says_what_it_took(world: World) -> None:
     number = world.publish(2)
     await world.serves(number)
     now = await said(world)
@@ -86,7 +87,7 @@ async def test_the_status_says_what_it_took(world: Pair) -> None:
     assert now["staged"] is None
 
 
-async def test_only_what_changed_is_copied(world: Pair) -> None:
+async def test_only_what_changed_is_copied(world: World) -> None:
     weights = random_weights(2)
     weights["model.norm.weight"] = random_weights(3)["model.norm.weight"]
     await world.serves(world.publish_weights(2, weights))
@@ -95,7 +96,7 @@ async def test_only_what_changed_is_copied(world: Pair) -> None:
     assert last["stage"]["changed_segments"] == [1]
 
 
-async def test_a_return_to_the_version_before_reads_nothing(world: Pair) -> None:
+async def test_a_return_to_the_version_before_reads_nothing(world: World) -> None:
     await world.serves(world.publish(4))
     before = await world.server.generate(PROMPT, new=20)
     await world.serves(world.publish(5))
@@ -105,7 +106,7 @@ async def test_a_return_to_the_version_before_reads_nothing(world: Pair) -> None
     assert after["output_ids"] == before["output_ids"]
 
 
-async def test_weights_that_do_not_change_are_only_relabelled(world: Pair) -> None:
+async def test_weights_that_do_not_change_are_only_relabelled(world: World) -> None:
     number = world.publish(4)
     await world.serves(number)
     last = (await said(world))["last_update"]
@@ -116,7 +117,7 @@ async def test_weights_that_do_not_change_are_only_relabelled(world: Pair) -> No
     assert (await said(world))["last_update"]["destination"] == "cpu"
 
 
-async def test_bytes_that_rot_on_the_host_are_not_activated(world: Pair) -> None:
+async def test_bytes_that_rot_on_the_host_are_not_activated(world: World) -> None:
     """In a tensor that the next version does not change: found when it is staged, and the copy made again."""
     weights = random_weights(world.seeds[-1])
     (shard,) = world.host.glob("data-*/*.safetensors")
@@ -145,5 +146,5 @@ async def test_bytes_that_rot_on_the_host_are_not_activated(world: Pair) -> None
         pytest.param(from_disk.test_a_corrupt_version_is_said_and_the_next_one_served, id="c09, c14"),
     ],
 )
-async def test_the_same_as_from_disk(world: Pair, what: Callable[[World], Awaitable[None]]) -> None:
+async def test_the_same_as_from_disk(world: World, what: Callable[[World], Awaitable[None]]) -> None:
     await what(world)

@@ -1,4 +1,7 @@
-"""A stock SGLang server that follows a store, in place, from disk: versions, routes, faults, SIGTERM."""
+"""A stock SGLang server that follows a store, in place, from disk: versions, routes, faults, SIGTERM.
+
+With overlap scheduling, which is SGLang's default, on a run and a host that it did not begin.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import gzip
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 
 from stitch_core.replica import sse
 
-from .world import RUN, World
+from . import joining
+from .world import RUN, World, faults, small_disk
 
 pytestmark = pytest.mark.real
 
@@ -26,16 +28,28 @@ PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 CHAT = {"messages": [{"role": "user", "content": "what is 2+2?"}], "model": "policy"}
 COMPLETION = {"prompt": "what is 2+2?", "model": "policy"}
 
+# In this order: the first asks while the server starts.
+test_c22_no_boot_weights_under_another_label = joining.no_boot_weights_under_another_label
+test_a_demand_that_is_not_met_yet_is_told_to_wait = joining.a_demand_is_told_to_wait
+test_c21_an_exact_pin_holds_up_to_the_deadline = joining.an_exact_pin_holds_up_to_the_deadline
+test_spans_are_exact_with_overlap_scheduling = joining.spans_are_exact
+
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = asyncio.run(joining.under_way(tmp_path_factory.mktemp("world"), left=len(joining.SEEDS)))
     try:
         (world.scratch / "memory").touch()
-        asyncio.run(world.start(environment=world.faults(), kv_mode="in_place").until_ready())
+        world.start((), faults(world.scratch), kv_mode="in_place", pin_drain=joining.PIN_DRAIN)
         yield world
     finally:
         world.close()
+
+
+@pytest.fixture(scope="module")
+def world(starting: World) -> World:
+    asyncio.run(starting.server.until_ready())
+    return starting
 
 
 async def events(world: World, path: str, body: dict[str, Any]) -> list[Any]:
@@ -60,15 +74,8 @@ def whole(report: dict[str, Any], version: int, tokens: int) -> None:
     assert report["kv"] == "uniform"
 
 
-async def test_the_boot_checkpoint_is_version_0(world: World) -> None:
-    answer = await world.server.generate(PROMPT)
-    whole(answer["meta_info"], 0, 8)
-    status = (await world.server.call("GET", "/ready"))[1]
-    assert (status["state"], status["mode"], status["problem"]) == ("serving", "follower", None)
-
-
 async def test_too_little_memory_for_images_is_said_and_versions_come_from_disk(world: World) -> None:
-    await world.serves(world.publish(4))
+    await world.serves(world.publish(5))
     status, now, _ = await world.server.call("GET", "/stitch/status")
     assert status == 200
     assert (now["destination"]["asked"], now["destination"]["uses"]) == ("auto", "disk")
@@ -183,7 +190,7 @@ async def test_logprobs_of_a_prompt_alone_have_a_version(world: World) -> None:
 
 
 async def test_an_abort_before_the_first_token_has_a_version(world: World) -> None:
-    busy = [asyncio.ensure_future(world.server.generate(PROMPT, new=300)) for _ in range(32)]
+    busy = [asyncio.ensure_future(world.server.generate(PROMPT, new=120)) for _ in range(32)]
     await world.status_until(lambda status: status["active_requests"] == 32)
     waiting = asyncio.ensure_future(world.server.call(
         "POST", "/generate", {"input_ids": PROMPT, "rid": "late", "sampling_params": {"max_new_tokens": 9}}
@@ -295,19 +302,6 @@ async def test_a_host_directory_that_cannot_be_written_is_said_and_survived(worl
     await world.serves(number)
 
 
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system with room for nothing at ``path``, for as long as it lasts."""
-    path.mkdir(exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", path]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("platform: no file system can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
-
-
 async def test_a_full_disk_is_said_and_survived(world: World) -> None:
     served = len(world.seeds) - 1
     with small_disk(world.host / "fetch"):
@@ -318,11 +312,17 @@ async def test_a_full_disk_is_said_and_survived(world: World) -> None:
 
 
 async def test_a_staging_process_that_is_killed_is_replaced(world: World) -> None:
-    for pid in world.server.children("stage_worker"):
-        os.kill(pid, signal.SIGKILL)
-    await world.serves(world.publish(8))
+    """While it stages, here made to last."""
+    served = len(world.seeds) - 1
+    (worker,) = world.server.children("stage_worker")
+    os.kill(worker, signal.SIGSTOP)
+    number = world.publish(8)
+    await asyncio.sleep(1.0)
+    os.kill(worker, signal.SIGKILL)
+    assert (await world.server.generate(PROMPT))["meta_info"]["weight_version"] in (str(served), str(number))
+    await world.serves(number)
     (replaced,) = world.server.children("stage_worker")
-    assert replaced
+    assert replaced != worker
 
 
 async def test_a_corrupt_version_is_said_and_the_next_one_served(world: World) -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from .checkpoints import random_weights
-from .world import World
+from .world import RUN, World, faults
 
 pytestmark = pytest.mark.real
 
@@ -24,12 +24,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     try:
         server = world.start(
             ("--tp-size", "2", "--disable-overlap-schedule"),
-            {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **world.faults()},
+            {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **faults(world.scratch)},
         )
         asyncio.run(server.until_ready())
         yield world
     finally:
         world.close()
+
+
+async def test_the_boot_checkpoint_is_version_0(world: World) -> None:
+    meta = (await world.server.generate(PROMPT))["meta_info"]
+    assert meta["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+    assert (meta["run"], meta["weight_version"], meta["kv"]) == (RUN, "0", "uniform")
+    status = (await world.server.call("GET", "/ready"))[1]
+    assert (status["state"], status["mode"], status["problem"]) == ("serving", "follower", None)
 
 
 async def test_versions_follow_and_an_old_one_comes_back(world: World) -> None:

@@ -17,93 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.encoder import DeltaEncoder
-from stitch_core.files import PosixFiles
 from stitch_core.safetensors import Tensor
-from stitch_core.testing.checkpoints import write_checkpoint
 from stitch_core.versions import directory_name
 
-from .checkpoints import random_weights, to_publish, write
-from .server import SGLangServer
+from .checkpoints import random_weights, to_publish
+from .stock_trainer import FILES, PROMPT, Trainer
+from .world import small_disk
 
 pytestmark = pytest.mark.real
-
-FILES = PosixFiles()
-ADMIN = "s3cret"
-PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
-
-
-class Trainer:
-    """What stock slime writes and asks."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        self.boot = write(scratch / "boot", random_weights(0))
-        self.roots = scratch / "shared"
-        self.source, self.local = self.roots / "deltas", self.roots / "local"
-        self.source.mkdir(parents=True)
-        self.encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(self.boot, FILES))
-        self.number = 0
-        settings = {
-            "STITCH_RECEIVE": "job", "STITCH_ROOTS": str(self.roots), "STITCH_KV_MODE": "retract",
-            "STITCH_ID": "receiver", "STITCH_PIN_DRAIN": "20", "STITCH_HOST_DIR": str(scratch / "host"),
-        }  # fmt: skip
-        arguments = ("--disable-overlap-schedule", "--admin-api-key", ADMIN)
-        self.server = SGLangServer(self.boot, scratch, settings, arguments)
-        self.server.headers = {"Authorization": f"Bearer {ADMIN}"}
-
-    def write(self, seed: int) -> int:
-        """The weights of ``seed`` as the next delta directory."""
-        self.number += 1
-        directory = self.source / directory_name(self.number)
-        self.encoder.encode(
-            to_publish(random_weights(seed)),
-            directory,
-            FILES,
-            number=self.number,
-            base_number=self.number - 1,
-        )
-        self.encoder.commit()
-        return self.number
-
-    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        status, answer, _ = await self.server.call("POST", path, body)
-        return status, answer
-
-    async def pull(self, number: int, **changes: Any) -> tuple[int, Any]:
-        body = {
-            "local_checkpoint_dir": str(self.local), "source_dir": str(self.source), "target_version": number
-        }  # fmt: skip
-        return await self.post("/pull_weights", **{**body, **changes})
-
-    async def update(self, number: int, **changes: Any) -> tuple[int, Any]:
-        body = {"model_path": str(self.local), "weight_version": str(number)}
-        return await self.post("/update_weights_from_disk", **{**body, **changes})
-
-    def write_full(self, tensors: dict[str, Tensor], shards: int = 2) -> Path:
-        """A checkpoint as the next version, whose index names no digests."""
-        self.number += 1
-        directory = self.source / directory_name(self.number)
-        write_checkpoint(directory, FILES, tensors, shards)
-        return directory
-
-    async def said(self) -> dict[str, Any]:
-        answer: dict[str, Any] = (await self.server.call("GET", "/stitch/status"))[1]
-        return answer
-
-    async def move(self, number: int) -> None:
-        """As slime does it; a status that is no success ends its run."""
-        for status, answer in (
-            await self.pull(number),
-            await self.post("/pause_generation"),
-            (await self.server.call("GET", "/flush_cache"))[:2],
-            await self.update(number),
-            await self.post("/continue_generation"),
-        ):
-            assert status == 200, answer
-
-    async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = (await self.server.call("GET", "/ready"))[1]
-        return status
+both_destinations = pytest.mark.parametrize("destination", ["cpu", "disk"])
 
 
 @pytest.fixture(scope="module")
@@ -208,13 +130,14 @@ async def test_a_second_pull_while_one_runs_is_refused(trainer: Trainer) -> None
     await trainer.move(number)
 
 
-async def test_a_corrupt_source_changes_nothing_and_is_repaired(trainer: Trainer) -> None:
+@both_destinations
+async def test_a_corrupt_source_changes_nothing_and_is_repaired(trainer: Trainer, destination: str) -> None:
     served = (await trainer.status())["applied"]
-    number = trainer.write(6)
+    number = trainer.write(6 if destination == "cpu" else 1)
     shard = next((trainer.source / directory_name(number)).glob("*.safetensors"))
     good = shard.read_bytes()
     shard.write_bytes(good[:-3])
-    status, answer = await trainer.pull(number)
+    status, answer = await trainer.pull(number, destination=destination)
     assert (status, answer["success"]) == (400, False)
     now = await trainer.status()
     assert (now["ready"], now["applied"]) == (True, served)
@@ -222,10 +145,10 @@ async def test_a_corrupt_source_changes_nothing_and_is_repaired(trainer: Trainer
     assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
     assert (await trainer.update(number))[0] == 400
     shard.write_bytes(good)
-    await trainer.move(number)
+    await trainer.activate(number, destination)
 
 
-@pytest.mark.parametrize("destination", ["cpu", "disk"])
+@both_destinations
 async def test_activate_weights_activates_what_was_pulled(trainer: Trainer, destination: str) -> None:
     number = trainer.write(7)
     status, answer = await trainer.post("/activate_weights", target_version=number)
@@ -251,15 +174,16 @@ async def test_the_admin_key_guards_what_moves_weights(trainer: Trainer) -> None
         assert status == 401, path
 
 
-async def test_a_newer_pull_supersedes_the_one_that_runs(trainer: Trainer) -> None:
+@both_destinations
+async def test_a_newer_pull_supersedes_the_one_that_runs(trainer: Trainer, destination: str) -> None:
     """While the older one is on its way into the host's copy, here made to last."""
     (worker,) = trainer.server.children("pull_worker")
-    older, newer = trainer.write(3), trainer.write(4)
+    older, newer = trainer.write(3), trainer.write(4 if destination == "cpu" else 5)
     os.kill(worker, signal.SIGSTOP)
     try:
         pulls = []
         for number in (older, newer):
-            pulls.append(asyncio.ensure_future(trainer.pull(number)))
+            pulls.append(asyncio.ensure_future(trainer.pull(number, destination=destination)))
             await asyncio.sleep(0.5)
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -267,19 +191,57 @@ async def test_a_newer_pull_supersedes_the_one_that_runs(trainer: Trainer) -> No
     assert (old_status, old["success"]) == (400, False)
     assert f"superseded by {newer}" in old["message"]
     assert new_status == 200
-    await trainer.move(newer)
+    await trainer.activate(newer, destination)
 
 
-async def test_a_pull_whose_worker_is_killed_is_repeated(trainer: Trainer) -> None:
+async def test_a_newer_pull_supersedes_one_on_its_way_into_images(trainer: Trainer) -> None:
+    """And the engine serves meanwhile."""
+    served = (await trainer.status())["applied"]
+    older, newer = trainer.write(1), trainer.write(2)
+    slow = trainer.scratch / "slow"
+    slow.touch()
+    try:
+        first = asyncio.ensure_future(trainer.pull(older, destination="cpu"))
+        for _ in range(300):
+            if (trainer.scratch / "host" / directory_name(older)).exists():
+                break
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+        assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
+        assert not first.done()
+        second = asyncio.ensure_future(trainer.pull(newer, destination="cpu"))
+        await asyncio.sleep(0.5)
+    finally:
+        slow.unlink()
+    (old_status, old), (new_status, _) = await asyncio.gather(first, second)
+    assert (old_status, f"superseded by {newer}" in old["message"]) == (400, True)
+    assert new_status == 200
+    await trainer.activate(newer, "cpu")
+
+
+@both_destinations
+async def test_a_pull_whose_worker_is_killed_is_repeated(trainer: Trainer, destination: str) -> None:
     (worker,) = trainer.server.children("pull_worker")
-    served, number = (await trainer.status())["applied"], trainer.write(5)
+    served, number = (await trainer.status())["applied"], trainer.write(5 if destination == "cpu" else 6)
     os.kill(worker, signal.SIGSTOP)
-    pull = asyncio.ensure_future(trainer.pull(number))
+    pull = asyncio.ensure_future(trainer.pull(number, destination=destination))
     await asyncio.sleep(0.5)
     os.kill(worker, signal.SIGKILL)
     assert (await pull)[0] == 400
     assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
-    await trainer.move(number)
+    await trainer.activate(number, destination)
+
+
+@both_destinations
+async def test_a_full_disk_refuses_the_pull_with_its_name(trainer: Trainer, destination: str) -> None:
+    served, number = (await trainer.status())["applied"], trainer.write(3 if destination == "cpu" else 4)
+    with small_disk(trainer.scratch / "host" / "fetch"):
+        status, answer = await trainer.pull(number, destination=destination)
+        assert (status, answer["success"]) == (400, False)
+        assert "No space left" in answer["message"]
+        assert str(trainer.scratch / "host" / "fetch") in answer["message"]
+        assert (await trainer.server.generate(PROMPT))["meta_info"]["weight_version"] == str(served)
+    await trainer.activate(number, destination)
 
 
 def without(tensors: dict[str, Tensor]) -> None:
@@ -310,7 +272,7 @@ def cut(directory: Path) -> str:
     return shard.name
 
 
-@pytest.mark.parametrize("destination", ["cpu", "disk"])
+@both_destinations
 @pytest.mark.parametrize("harm", [without, extra, retyped, reshaped, lost, cut])
 async def test_c14_a_full_that_does_not_fit_is_refused_with_its_name(
     trainer: Trainer, harm: Callable[[Any], Any], destination: str

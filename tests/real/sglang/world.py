@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from stitch_core.policy_publisher import PolicyPublisher
 
@@ -18,6 +22,33 @@ RUN = "r"
 ARRIVES = 60.0
 ENDLESS = 3500
 """Tokens that no machine gives before the test is done."""
+
+
+def faults(scratch: Path) -> dict[str, str]:
+    """Faults of ``rank_faults.py`` by files in ``scratch``: for the environment of a server.
+
+    As an installed plugin is, in a directory that the server's processes look into.
+    """
+    directory = scratch / "distribution"
+    info = directory / "faults-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = rank_faults:register\n")
+    shutil.copy(Path(__file__).with_name("rank_faults.py"), directory)
+    return {"FAULTS": str(scratch)}
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system with room for nothing at ``path``, for as long as it lasts."""
+    path.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", path]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("platform: no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 class World:
@@ -47,19 +78,6 @@ class World:
         variables = {f"STITCH_{name.upper()}": value for name, value in given.items()} | (environment or {})
         self.server = SGLangServer(self.boot, self.scratch, variables, arguments)
         return self.server
-
-    def faults(self) -> dict[str, str]:
-        """Faults of ``rank_faults.py`` by files in ``scratch``: for the environment of a server.
-
-        As an installed plugin is, in a directory that the server's processes look into.
-        """
-        directory = self.scratch / "distribution"
-        info = directory / "faults-1.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = rank_faults:register\n")
-        shutil.copy(Path(__file__).with_name("rank_faults.py"), directory)
-        return {"FAULTS": str(self.scratch)}
 
     def publish(self, seed: int) -> int:
         """The weights of ``seed`` as the next version; its number."""

@@ -1,34 +1,43 @@
-"""A stock SGLang server that joins a run under way, with overlap scheduling: what it says from the start."""
+"""A replica that joins a run under way, with overlap scheduling: tests for both destinations."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
-import pytest
 
-from .world import ENDLESS, World
+from stitch_core.chain import ChainReader
+from stitch_core.replica.stage_process import StagerProcess
+from stitch_core.stores import open_store
 
-pytestmark = pytest.mark.real
+from .world import ENDLESS, RUN, World
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+SEEDS = (1, 2, 3)
+"""Of the versions that are there when the replica starts."""
+PIN_DRAIN = "3"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("world"))
-    for seed in (1, 2, 3):
-        world.publish(seed)
-    world.start((), kv_mode="in_place", pin_drain="3")
+async def under_way(scratch: Path, left: int) -> World:
+    """A run that has versions before any replica has started, on a host that one of version ``left`` left."""
+    world = World(scratch)
+    store = open_store(world.url)
+    before = StagerProcess(world.url, world.boot, world.host)
     try:
-        yield world
+        chain = ChainReader(store)
+        for seed in SEEDS:
+            if world.publish(seed) == left:
+                head, _ = await chain.head(RUN)
+                await before.stage(await chain.manifest(RUN, head))
     finally:
-        world.close()
+        await before.close()
+        await store.close()
+    return world
 
 
-async def test_c22_no_answer_carries_boot_weights_under_another_label(world: World) -> None:
-    """Asked all the time while it boots and catches up, it refuses or answers as version 3."""
+async def no_boot_weights_under_another_label(starting: World) -> None:
+    """C22: asked all the time while it boots and catches up, it refuses or answers as the newest version."""
     answers: list[dict] = []
     refusals: set[str] = set()
 
@@ -36,7 +45,7 @@ async def test_c22_no_answer_carries_boot_weights_under_another_label(world: Wor
         while not answers:
             try:
                 body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-                status, answer, _ = await world.server.call("POST", "/generate", body, timeout=20)
+                status, answer, _ = await starting.server.call("POST", "/generate", body, timeout=20)
             except (aiohttp.ClientError, TimeoutError):
                 status, answer = 0, None
             if status == 200:
@@ -46,16 +55,16 @@ async def test_c22_no_answer_carries_boot_weights_under_another_label(world: Wor
             await asyncio.sleep(0.05)
 
     asking = asyncio.create_task(ask())
-    await world.server.until_ready()
+    await starting.server.until_ready()
     await asyncio.wait_for(asking, 60)
     assert refusals <= {"EngineUnavailable"}
-    assert answers[0]["meta_info"]["weight_version"] == "3"
-    again = await world.server.generate(PROMPT, new=4)
+    assert answers[0]["meta_info"]["weight_version"] == str(len(SEEDS))
+    again = await starting.server.generate(PROMPT, new=4)
     assert again["output_ids"] == answers[0]["output_ids"]
 
 
-async def test_a_demand_that_is_not_met_yet_is_told_to_wait(world: World) -> None:
-    body = {"input_ids": PROMPT, "weight_version": {"min_version": 4}}
+async def a_demand_is_told_to_wait(world: World) -> None:
+    body = {"input_ids": PROMPT, "weight_version": {"min_version": len(world.seeds)}}
     status, answer, headers = await world.server.call("POST", "/generate", body)
     assert (status, answer["error"]["type"], answer["error"]["retry"]) == (
         409,
@@ -68,20 +77,21 @@ async def test_a_demand_that_is_not_met_yet_is_told_to_wait(world: World) -> Non
     assert (status, answer["error"]["type"]) == (409, "WeightVersionElsewhere")
 
 
-async def test_an_exact_pin_holds_an_activation_up_to_the_deadline(world: World) -> None:
+async def an_exact_pin_holds_up_to_the_deadline(world: World) -> None:
     """C21: the pinned request is ended with a retryable error, the others are served on across it."""
+    before = len(world.seeds) - 1
     pinned = asyncio.ensure_future(world.server.call("POST", "/generate", {
         "input_ids": PROMPT, "sampling_params": {"max_new_tokens": ENDLESS, "ignore_eos": True},
-        "weight_version": {"exact_version": 3},
+        "weight_version": {"exact_version": before},
     }))  # fmt: skip
     await world.status_until(lambda status: status["active_requests"] == 1)
     (free,) = await world.across([PROMPT], 4)
     status, answer, _ = await pinned
     assert (status, answer["error"]["type"]) == (409, "WeightVersionElsewhere")
-    assert [span["version"] for span in free["meta_info"]["weight_versions"]] == [3, 4]
+    assert [span["version"] for span in free["meta_info"]["weight_versions"]] == [before, before + 1]
 
 
-async def test_spans_are_exact_with_overlap_scheduling(world: World) -> None:
+async def spans_are_exact(world: World) -> None:
     """The tokens of the first span, and no further one, are what the old weights alone would have said."""
     before = len(world.seeds) - 1
     prompts = [[32 + 5 * i + j for j in range(8)] for i in range(3)]
