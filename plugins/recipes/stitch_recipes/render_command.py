@@ -31,8 +31,8 @@ def add_parser(actions: Commands) -> None:
     rendering.add_argument("--force", action="store_true", help="write over files that were edited")
     add_command(
         actions, "site", run_site, "print a site.toml to fill in",
-        "Print a site.toml to fill in: every field, what it is for, and its default.\n\n"
-        "  stitch recipe site > site.toml",
+        "Print a site.toml to fill in (write it to a file): every field, what it is for, and its default.\n\n"
+        "  stitch recipe site",
     )  # fmt: skip
 
 
