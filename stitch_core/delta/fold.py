@@ -19,7 +19,7 @@ from .segments import SEGMENT_BYTES, Segments
 from .stream import PART_BYTES, Read, digest_after, stream
 from .wire import DeltaError
 
-LARGE_BYTES = 2 * SEGMENT_BYTES
+LARGE_BYTES = 4 * SEGMENT_BYTES
 
 Zones = Sequence[tuple[int, str]]
 """What a tensor's bytes are: up to each ascending end, the last one its size, those of the version of it with

@@ -13,8 +13,8 @@ from .sparse_file import SparseFile
 from .stream import PART_BYTES, Read, SparseFeed
 from .wire import DeltaError
 
-SEGMENT_BYTES = 8 << 20
-"""Whole blocks of what the encoder writes for large tensors; a thread holds the new bytes of one segment."""
+SEGMENT_BYTES = 4 << 20
+"""A block of what the encoder writes for large tensors; a thread holds the new bytes of one segment."""
 
 _NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
