@@ -9,7 +9,7 @@ import argparse
 
 from stitch_core.cli.common import Commands, add_command, add_group, emit, table
 
-from . import check_command, render_command
+from . import check_command, profile_command, render_command
 
 
 def add_parser(commands: Commands) -> None:
@@ -29,6 +29,7 @@ def add_parser(commands: Commands) -> None:
     showing.add_argument("name", metavar="NAME")
     check_command.add_parser(actions)
     render_command.add_parser(actions)
+    profile_command.add_parser(actions)
 
 
 async def run_list(options: argparse.Namespace) -> int:

@@ -106,7 +106,7 @@ def rehearse(
     geometry = recipe.model.geometry
     checkpoint = recipe.checkpoints[recipe.serve]
     if change is None:
-        change = Training(_rate(recipe))
+        change = Training(learning_rate(recipe))
     return rehearse_checkpoint(
         recipe.name,
         geometry,
@@ -181,7 +181,8 @@ def _rehearse(
     )
 
 
-def _rate(recipe: Recipe) -> float:
+def learning_rate(recipe: Recipe) -> float:
+    """The recipe's, or the default where it trains nothing."""
     rate = recipe.trainer.flags.get("lr") if recipe.trainer else None
     return rate if isinstance(rate, float) else Training().rate
 

@@ -24,9 +24,9 @@ VOCABULARY = 256
 """The vocabulary is this many times smaller."""
 
 
-def scaled(geometry: Geometry) -> Geometry:
-    """The small model. Its checkpoints have 6 to 35 MB."""
-    factor = max(1, geometry.hidden_size // HIDDEN)
+def scaled(geometry: Geometry, hidden: int = HIDDEN) -> Geometry:
+    """The small model, about ``hidden`` wide. At 256 its checkpoints have 6 to 35 MB."""
+    factor = max(1, geometry.hidden_size // hidden)
     layers = len(origins(geometry)) - _predicted(geometry)
     update: dict[str, object] = {
         "hidden_size": narrower(geometry.hidden_size, factor),
