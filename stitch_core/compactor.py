@@ -121,6 +121,7 @@ class Compactor:
         self._fetcher = Fetcher(store, files, run_blocking, rng)
         self._excluded: set[str] = set()
         self._failed: dict[Range, str] = {}
+        self._needless: set[Range] = set()  # one piece leads over these: the other steps changed nothing
         self._local: dict[str, tuple[Path, int]] = {}  # verified files by a source's digest, and its version
         self._replaced_since: dict[str, float] = {}
 
@@ -177,7 +178,8 @@ class Compactor:
         left = [
             (a, b)
             for a, b in wanted(numbers, self.root, self._shape)
-            if (a, b) not in there | self._failed.keys() and view.states.get(a) != view.states[b]
+            if (a, b) not in there | self._failed.keys() | self._needless
+            and view.states.get(a) != view.states[b]
         ]
         return replace(view, left=left)
 
@@ -199,7 +201,8 @@ class Compactor:
         try:
             plan = await self._plan(view, range)
             if len(plan.deltas) == 1:
-                raise NoPlan("one piece leads there already")
+                self._needless.add(range)
+                return None
             directories = await self._fetch(plan.deltas)
             record, directory = await self._run_blocking(self._merge, view, range, plan, directories)
         except NoPlan as error:
@@ -316,7 +319,7 @@ class Compactor:
         due = [digest for digest, since in self._replaced_since.items() if now - since > self._grace]
         if not due:
             return []
-        fetched = fetching_in(await self._replica_records(), self._run, self._clock.time())
+        fetched = fetching_in(await self._replica_records(), self._run, self._clock.time() - self._grace)
         deleted = []
         for place in (digests[digest] for digest in due if digest not in fetched):
             assert place.key is not None

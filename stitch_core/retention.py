@@ -7,9 +7,10 @@ What may go, of what is listed below the run:
 - payload that no version of the head's chain refers to, of epochs below the head's. A publisher of such an
   epoch that wakes up can swap nothing: its swap names the head as it was before the claim.
 
-Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas whose
-record has not expired say they are fetching. Manifests are all kept, and so is every key that it does not
-know. Two collectors are harmless: both only delete what will never be needed, whoever is first.
+Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas say they
+are fetching, by records that expired less than the grace period ago: a replica whose clock is hours behind
+looks expired while it fetches. Manifests are all kept, and so is every key that it does not know. Two
+collectors are harmless: both only delete what will never be needed, whoever is first.
 """
 
 from __future__ import annotations
@@ -218,9 +219,9 @@ class Collector:
                     yield number
 
     async def _fetching(self) -> set[str]:
-        """What replicas are fetching, by records that have not expired."""
+        """What replicas are fetching, by records that did not expire longer than the grace period ago."""
         records = [data for _, data in await self._load_all("replicas/")]
-        return fetching_in(records, self._run, self._clock.time())
+        return fetching_in(records, self._run, self._clock.time() - self._grace)
 
     async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
         limit = asyncio.Semaphore(PARALLEL)
@@ -270,8 +271,11 @@ class Collector:
         await asyncio.gather(*(delete(entry) for entry in entries))
 
 
-def fetching_in(records: Iterable[bytes], run: str, now: float) -> set[str]:
-    """Digests of what replicas fetch of a run, by their records; a damaged or expired one says nothing."""
+def fetching_in(records: Iterable[bytes], run: str, since: float) -> set[str]:
+    """Digests of what replicas fetch of a run, by records that had not expired at wall time ``since``.
+
+    A damaged one says nothing.
+    """
     found: set[str] = set()
     for data in records:
         try:
@@ -282,7 +286,7 @@ def fetching_in(records: Iterable[bytes], run: str, now: float) -> set[str]:
             continue
         if isinstance(target, str) and not target.startswith(f"{run}/"):
             continue  # another run's
-        if math.isfinite(expires) and expires > now:
+        if math.isfinite(expires) and expires > since:
             found.update(digest for digest in fetching if isinstance(digest, str))
     return found
 

@@ -173,10 +173,17 @@ async def test_a_joiner_slower_than_the_grace_keeps_what_it_says_that_it_fetches
     await collect(run, grace=3600.0)
     assert payload(run) == {1, *range(6, 13)}
     assert "000002" in records(run)
-    run.clock.now += 16.0
+    run.clock.now += 16.0 + 3600.0
     await collect(run, grace=3600.0)
     assert payload(run) == set(range(6, 13))
     assert "000002" not in records(run)
+
+
+async def test_a_replica_whose_clock_is_late_keeps_what_it_fetches(run: Run) -> None:
+    """It looked expired at every look, so that what it was fetching was deleted under it."""
+    hint(run, [run.versions[1].digest()], 15.0 - 3500.0)
+    await collect(run, grace=3600.0)
+    assert payload(run) == {1, *range(6, 13)}
 
 
 async def test_what_is_fetched_of_another_run_keeps_nothing_here(run: Run) -> None:

@@ -198,13 +198,14 @@ class SimulatedReader(_Staging):
     """Follows the head: a replica without an engine. ``applied`` is the version that it holds, proven.
 
     ``lag`` is what it sleeps before every look; ``anchor_every`` makes it upload fulls from its checkpoint.
+    ``behind``: seconds by which the clock is late that it dates its record by.
     """
 
     def __init__(
         self, world: World, name: str, run: str, *, lag: float = 0.0, anchor_every: int | None = None
     ) -> None:
         super().__init__(world, name, run)
-        self.lag, self.anchor_every = lag, anchor_every
+        self.lag, self.anchor_every, self.behind = lag, anchor_every, 0.0
         self.applied: int | None = None
 
     async def _live(self, process: SimulatedProcess) -> None:
@@ -244,7 +245,7 @@ class SimulatedReader(_Staging):
     async def _announce(self, process: SimulatedProcess, stager: Stager) -> None:
         store, clock = self.world.store(process), self.world.clock()
         while True:
-            record = hint(self.name, stager.fetching, clock.time() + RECORD_LIFE)
+            record = hint(self.name, stager.fetching, clock.time() - self.behind + RECORD_LIFE)
             with contextlib.suppress(StoreError):
                 await store.replace(f"replicas/{self.name}.json", canonical_json(record))
             await asyncio.sleep(RECORD_LIFE / 3)

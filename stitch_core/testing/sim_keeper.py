@@ -68,12 +68,12 @@ class Keeper:
             self._check_span(run, key, new, who)
 
     def _look(self, now: float) -> None:
-        """Who fetches what, by records that have not expired by any clock."""
+        """Who fetches what, by records that did not expire longer than the grace ago by any clock."""
         fetching: set[str] = set()
         for key, data in self.world.bucket.objects.items():
             if key.startswith("replicas/"):
                 record = json.loads(data)
-                if record["expires"] > EPOCH + now + 2 * self.world.faults.plan.clock_skew:
+                if record["expires"] + self.grace > EPOCH + now + 2 * self.world.faults.plan.clock_skew:
                     fetching.update(record["fetching"])
         self._fetching_since = {digest: self._fetching_since.get(digest, now) for digest in fetching}
 

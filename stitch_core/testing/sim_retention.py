@@ -333,6 +333,26 @@ async def n01_a_joiner_slower_than_the_grace(world: World) -> None:
         task.cancel()
 
 
+async def n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches(world: World) -> None:
+    """By its own clock its record is fresh, and by the collector's it expired long ago, each time."""
+    world.timing = Timing(train=1.0)
+    keeper = Keeper(world, 300.0)
+    await _anchored(world, 5)
+    joiner = SimulatedReader(world, "joiner", "a")
+    joiner.slow, joiner.behind = 3000.0, 280.0
+    tasks = [asyncio.ensure_future(joiner.supervise())]
+    await asyncio.sleep(60.0)
+    collector = SimulatedCollector(world, "gc", "a", grace=300.0, every=30.0)
+    tasks.append(asyncio.ensure_future(collector.supervise()))
+    await _anchored_more(world, 14)
+    await until(world, lambda: keeper.deleted > 0, "the collector", 5000.0)
+    assert joiner.applied is None, "it was to be fetching still"
+    await until(world, lambda: joiner.applied is not None, "the joiner", 90000.0)
+    assert not joiner.errors, joiner.errors
+    for task in tasks:
+        task.cancel()
+
+
 async def _anchored_more(world: World, versions: int) -> None:
     job, trainer = SimulatedAnchorJob(world, "anchor2", "a"), _trainer(world, "second", 0, 0.0)
     task = asyncio.ensure_future(job.supervise())
@@ -422,4 +442,5 @@ RETENTION_CASES = [
     n03_a_trainer_dies_and_its_leftovers_are_collected,
     n04_a_channel_and_a_pin_keep_what_they_name,
     n05_a_joiner_fetches_an_aggregate_that_was_replaced,
+    n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches,
 ]
