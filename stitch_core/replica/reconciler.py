@@ -60,12 +60,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Problem:
-    """What stands in the way now. ``since`` and ``last`` are wall times."""
+    """What stands in the way now. ``since`` and ``last`` are wall times, ``began`` is ``since`` on a clock
+    that never jumps.
+    """
 
     message: str
     since: float
     last: float
     count: int
+    began: float
 
 
 @dataclass
@@ -125,8 +128,7 @@ class Reconciler:
 
     def status(self) -> dict[str, Any]:
         """What ``/server_info`` and ``/ready`` say."""
-        serving, now = self.gate.serving, self.clock.time()
-        problem = self._problem
+        serving, now = self.gate.serving, self.clock.monotonic()
         return {
             "state": self._state(),
             "activity": self._activity,
@@ -138,7 +140,7 @@ class Reconciler:
             "kv_mode": self.activation.kv_mode,
             "active_requests": self.gate.active,
             "last_success_age": None if self._last_success is None else now - self._last_success,
-            "problem": None if problem is None else {**asdict(problem), "age": now - problem.since},
+            "problem": None if self._problem is None else _shown(self._problem, now),
             "updates": [asdict(update) for update in list(self.updates)[-8:]],
         }
 
@@ -187,7 +189,7 @@ class Reconciler:
             else:
                 self._note(None)
                 failures = 0
-                self._last_success = self.clock.time()
+                self._last_success = self.clock.monotonic()
             self._activity = "idle"
             if moved:
                 continue
@@ -251,16 +253,17 @@ class Reconciler:
 
     def _note(self, error: Exception | None) -> None:
         """Keep what stands in the way for status; None: nothing does."""
-        before, now = self._problem, self.clock.time()
+        before, now = self._problem, self.clock.monotonic()
         if error is None:
             self._problem = None
             if before is not None:
-                self.say(f"all is well again, after {now - before.since:.0f} s")
+                self.say(f"all is well again, after {now - before.began:.0f} s")
             return
         message = str(error) or type(error).__name__
         same = before is not None and before.message == message
-        since, count = (before.since, before.count) if before else (now, 0)
-        self._problem = Problem(message, since, now, count + 1 if same else 1)
+        wall, count = self.clock.time(), before.count if before is not None and same else 0
+        since, began = (before.since, before.began) if before else (wall, now)
+        self._problem = Problem(message, since, wall, count + 1, began)
         if not same:
             self.say(message)
         if self.gate.serving is None:
@@ -321,3 +324,10 @@ class Reconciler:
         head, _ = await self._chain.head(channel.run)
         # One that is given up and still the head is served until the rollback is there.
         return head.number == manifest.number or head.abandoned_range(manifest.number) is None
+
+
+def _shown(problem: Problem, now: float) -> dict[str, Any]:
+    """As status has it, with its ``age`` in seconds at ``now`` of the monotonic clock."""
+    shown = {**asdict(problem), "age": now - problem.began}
+    del shown["began"]
+    return shown

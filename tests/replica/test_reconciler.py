@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stitch_core.head import Head, channel_key, head_key
-from stitch_core.ports import NotFound, Unavailable
+from stitch_core.ports import NotFound, SystemClock, Unavailable
 from stitch_core.replica.activation import CannotFollow
 from stitch_core.replica.reconciler import Follow, Reconciler
 from stitch_core.replica.staging import WrongBase
@@ -307,6 +307,30 @@ async def test_c18_the_store_is_unreadable(f: Following) -> None:
         f.store.fail = lambda *_: None
         await f.serves(newest)
         await f.until(lambda: f.problem() == "")
+
+
+class Jumping(SystemClock):
+    off = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.off
+
+
+async def test_ages_do_not_jump_with_the_wall_clock(f: Following) -> None:
+    """A clock that was set back made the age of the last success negative, one set forward paged somebody."""
+    clock = f.reconciler.clock = Jumping()
+    await f.publish()
+    async with f.running():
+        await f.serves(f.versions[1])
+        await f.until(lambda: f.reconciler.status()["last_success_age"] is not None)
+        f.store.fail = lambda *_: "before"
+        f.reconciler.wake()
+        await f.until(lambda: "no answer" in f.problem())
+        for clock.off in (-7200.0, 7200.0):
+            status = f.reconciler.status()
+            assert 0 <= status["last_success_age"] < 60
+            assert 0 <= status["problem"]["age"] < 60
+            assert set(status["problem"]) == {"message", "since", "last", "count", "age"}
 
 
 async def test_refused_requests_do_not_storm_a_store_that_is_down(tmp_path: Path) -> None:
