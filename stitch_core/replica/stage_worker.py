@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chain import ChainReader
+from ..digits import whole
 from ..files import PosixFiles
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
@@ -83,8 +84,8 @@ def main() -> None:
     parser.add_argument("--boot", required=True, type=Path)
     parser.add_argument("--host-dir", required=True, type=Path)
     parser.add_argument("--cache", type=Path)
-    parser.add_argument("--cache-bytes", type=int, default=DEFAULT_BYTES)
-    parser.add_argument("--anchor-every", type=int)
+    parser.add_argument("--cache-bytes", type=whole, default=DEFAULT_BYTES)
+    parser.add_argument("--anchor-every", type=whole)
     args = parser.parse_args()
     os.nice(NICENESS)
     cache = opened_cache(args.cache, args.cache_bytes)

@@ -34,7 +34,7 @@ def test_usage(options: list[str], said: str, capsys: pytest.CaptureFixture[str]
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lag", ["-1", "x"])
+@pytest.mark.parametrize("lag", ["-1", "x", " 1", "1_0", "٣", "+1"])
 def test_a_lag_is_a_number(lag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gateway", "--store", "file:/nowhere", "--run", "r", "--lag", lag])

@@ -165,7 +165,7 @@ async def test_a_real_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["dns:", "dns:a", "dns::1", "dns:a:0", "dns:a:x", "dns:http://a:1", "dns:a:99999"]
+    "url", ["dns:", "dns:a", "dns::1", "dns:a:0", "dns:a:x", "dns:http://a:1", "dns:a:99999", "dns:a:٣٠"]
 )
 def test_dns_refuses_what_is_no_name(url: str) -> None:
     with pytest.raises(ValueError, match="is not dns:NAME:PORT"):

@@ -53,6 +53,10 @@ def test_a_receiver(tmp_path: Path) -> None:
         ({"STITCH_RECEIVE": "job"}, "needs STITCH_ROOTS"),
         ({"STITCH_STORE": "file:/s", "STITCH_RUN": "a/b"}, "STITCH_RUN='a/b'"),
         ({"STITCH_STORE": "file:/s", "STITCH_POLL": "soon"}, "STITCH_POLL='soon'"),
+        ({"STITCH_STORE": "file:/s", "STITCH_POLL": "nan"}, "STITCH_POLL='nan'"),
+        ({"STITCH_STORE": "file:/s", "STITCH_POLL": "-1"}, "STITCH_POLL='-1'"),
+        ({"STITCH_STORE": "file:/s", "STITCH_ANCHOR_EVERY": "1_0"}, "STITCH_ANCHOR_EVERY='1_0'"),
+        ({"STITCH_STORE": "file:/s", "STITCH_ANCHOR_EVERY": "0"}, "STITCH_ANCHOR_EVERY='0'"),
         ({"STITCH_STORE": "file:/s", "STITCH_DRAIN_ALL": "yes"}, "STITCH_DRAIN_ALL='yes'"),
     ],
 )

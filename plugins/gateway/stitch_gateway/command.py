@@ -14,6 +14,7 @@ from stitch_core.cli.common import (
     absolute_path,
     add_command,
     add_tokens,
+    count,
     emit,
     interval,
     key_values,
@@ -80,7 +81,7 @@ def add_parser(commands: Commands) -> None:
         help="the consumer of requests that name none (rollout)",
     )
     parser.add_argument(
-        "--lag", type=_lag, metavar="N",
+        "--lag", type=count, metavar="N",
         help="versions by which an answer to that consumer may be behind the head, where its request says "
         "nothing; needs --store and --run (with --facade: 0, for a synchronous loop)",
     )  # fmt: skip
@@ -107,13 +108,6 @@ def add_parser(commands: Commands) -> None:
         help="with --facade: a field of /server_info that the trainer compares, such as base_gpu_id=8; "
         "repeatable",
     )  # fmt: skip
-
-
-def _lag(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
 
 
 async def run(options: argparse.Namespace) -> int:

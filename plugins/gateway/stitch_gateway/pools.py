@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from stitch_core.digits import whole
 from stitch_core.gathering import all_of
 from stitch_core.ports import Clock, NotFound, Pool, ReplicaAddress, Store, StoreError, SystemClock
 from stitch_core.stores import open_store as open_store_url
@@ -178,8 +179,12 @@ def open_store(url: str, **options: Any) -> Pool:
 def open_dns(url: str, **options: Any) -> Pool:
     """``dns:replicas.namespace.svc.cluster.local:30100``. Raises ValueError."""
     host, _, port = url.removeprefix("dns:").rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    try:
+        number = whole(port, least=1, most=2**16 - 1)
+    except ValueError:
+        number = 0
+    if not number or not host or "/" in host:
         raise ValueError(
             f"{url!r} is not dns:NAME:PORT, such as dns:replicas.default.svc.cluster.local:30100"
         )
-    return DnsPool(host, int(port), **options)
+    return DnsPool(host, number, **options)

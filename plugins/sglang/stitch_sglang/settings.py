@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from stitch_core.digits import decimal, whole
 from stitch_core.head import DEFAULT_CHANNEL
 from stitch_core.ports import KVMode
 from stitch_core.replica.reconciler import Follow
@@ -131,16 +132,9 @@ def _parse(name: str, text: str) -> Any:
         if name in ("host_dir", "cache"):
             return Path(os.path.abspath(text))
         if kinds[name] in ("int", "int | None"):
-            return _positive(text)
+            return whole(text, least=1)
         if kinds[name] == "float":
-            return float(text)
+            return decimal(text)
         return {"0": False, "1": True}[text] if kinds[name] == "bool" else text
     except (ValueError, KeyError) as error:
         raise SettingsError(f"{variable(name)}={text!r} cannot be used: {error}") from error
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("it is 1 or more")
-    return value
