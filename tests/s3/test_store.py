@@ -19,6 +19,7 @@ from stitch_core.testing.stores import StoreTests
 from stitch_s3.errors import Refused
 from stitch_s3.multipart import MAX_PARTS, PART, part_size
 from stitch_s3.store import S3Store
+from stitch_s3.testing.server import ENVIRON
 from stitch_s3.url import Location
 from tests.s3.fake import FakeS3, Manners, Object
 
@@ -135,6 +136,21 @@ async def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     with pytest.raises(Refused, match=r"ProfileNotFound: check \?profile="):
         await store.load("k")
     await store.close()
+
+
+async def test_a_bundle_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried again, as if the way to the server were down. Where there is no TLS it is unused."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/ca.pem")
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    for scheme, kind, said in (
+        ("https", Refused, "there is no file /nowhere/ca.pem, which AWS_CA_BUNDLE"),
+        ("http", Unavailable, "EndpointConnectionError"),
+    ):
+        store = S3Store(Location("bucket", endpoint=f"{scheme}://127.0.0.1:9"))
+        with pytest.raises(kind, match=said):
+            await store.load("k")
+        await store.close()
 
 
 async def test_a_listing_that_is_none_is_not_an_empty_one(fake: FakeS3, store: S3Store) -> None:

@@ -69,8 +69,15 @@ def connect(
     )
     if location.ca is not None and not os.path.isfile(location.ca):
         raise Refused(f"{location}: there is no file {location.ca}, which ?ca= names")
+    bundle = core.get_config_variable("ca_bundle")
+    if location.ca is None and bundle and not os.path.exists(bundle) and not _is_plain(endpoint):
+        raise Refused(f"{location}: there is no file {bundle}, which AWS_CA_BUNDLE or the profile names")
     session = boto3.Session(botocore_session=core)
     return session.client("s3", endpoint_url=endpoint, config=config, verify=location.ca)
+
+
+def _is_plain(endpoint: str | None) -> bool:
+    return endpoint is not None and endpoint.lower().startswith("http://")
 
 
 def web_identity(
