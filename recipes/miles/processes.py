@@ -142,7 +142,7 @@ class World:
         """Miles expects engines on the GPUs behind its trainer's; with stitch_miles.launch, from 0 on."""
         return self.start(
             "gateway", "-m", "stitch_core.cli", "gateway", "--store", self.store, "--run", "math", "--facade",
-            "--engine", f"base_gpu_id={base_gpu}", "--port", "0", "--json",
+            "--engine", f"base_gpu_id={base_gpu}", "--port", "0", "--json", "--leave", "0",
         )  # fmt: skip
 
     def replica(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..fleet import wanted_problem
 from ..stores import BadUrl, open_store
@@ -155,6 +156,8 @@ def _problem(key: str, value: Any) -> str | None:
             check_run_id(value)
         if key == "store":
             open_store(str(value))
+            if urlsplit(str(value)).scheme == "memory":
+                return f"{value} ends with the process that opened it: no replica would see a version of it"
     except (VersionError, BadUrl) as error:
         return str(error)
     return None

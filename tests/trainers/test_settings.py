@@ -16,7 +16,7 @@ from stitch_slime.hooks import launch_command
 
 
 def arguments(**values: Any) -> SimpleNamespace:
-    known = {"hf_checkpoint": "/models/boot", "stitch_run": "r", "stitch_store": "memory:"}
+    known = {"hf_checkpoint": "/models/boot", "stitch_run": "r", "stitch_store": "file:/store"}
     return SimpleNamespace(**(known | values))
 
 
@@ -128,6 +128,12 @@ def test_every_setting_is_a_flag_where_flags_can_be_added() -> None:
     more = parser.parse_args(["--stitch-async", "--stitch-wait-replicas", "0.5"])
     assert (more.stitch_async, more.stitch_wait_replicas) == (True, 0.5)
     settings = read_settings(
-        SimpleNamespace(**vars(parsed) | {"stitch_store": "memory:", "hf_checkpoint": "/b"})
+        SimpleNamespace(**vars(parsed) | {"stitch_store": "file:/store", "hf_checkpoint": "/b"})
     )
     assert (settings.lag, settings.keep_files) == (2, True)
+
+
+def test_a_store_that_ends_with_the_trainer_is_refused() -> None:
+    """It published into its own memory, and every replica waited for a run that nobody claimed."""
+    with pytest.raises(SettingsError, match=r"stitch_store: memory: ends with the process that opened it"):
+        read_settings(arguments(stitch_store="memory:"))

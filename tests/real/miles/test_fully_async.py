@@ -142,7 +142,7 @@ sys.path.insert(0, sys.argv[1])
 from miles.rollout.fully_async_data_buffer import DataBufferConstructorInput
 from stitch_miles.buffer import StitchDataBuffer
 
-required = {"stitch_run": "r", "stitch_store": "memory:", "stitch_boot": "/boot", "rollout_batch_size": 2,
+required = {"stitch_run": "r", "stitch_store": "file:/store", "stitch_boot": "/boot", "rollout_batch_size": 2,
             "async_data_buffer_capacity_factor": 2.0, "dynamic_sampling_filter_path": None}
 for strict, stock in ((None, None), (1, 1), (0, None), (2, None), (None, 3)):
     args = SimpleNamespace(**required, stitch_max_staleness=strict, max_weight_staleness=stock)
