@@ -65,7 +65,9 @@ async def measure_live(asked: Asked, replica: Replica, work: Path) -> Measured:
             follow.publish = publish
             result.profile = await under_traffic(server, follow, asked, None)
             result.status = await stitch_status(server)
-            if replica.reference is not None:
+            if replica.reference is None:
+                result.why_not_compared = "no --reference was given"
+            else:
                 async with HttpServer.opened(replica.reference) as fresh:
                     await compare(result.profile, fresh)
             result.memcpy = memcpy_rate(result.profile.moved.copied or streamed.bytes)

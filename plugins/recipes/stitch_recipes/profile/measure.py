@@ -59,7 +59,11 @@ class Asked:
 
 @dataclass
 class Measured:
-    """All that came of it. ``why_no_engine``: there was none, so that everything of the engine is None."""
+    """All that came of it.
+
+    ``why_no_engine``: there was none, so that everything of the engine is None; ``why_not_compared``: no
+    fresh server answered.
+    """
 
     asked: Asked
     base: Base
@@ -71,6 +75,7 @@ class Measured:
     left_out: tuple[str, ...] = ()
     where: str = ""
     why_no_engine: str | None = None
+    why_not_compared: str | None = None
 
 
 async def measure(asked: Asked, work: Path) -> Measured:
@@ -101,8 +106,8 @@ async def measure(asked: Asked, work: Path) -> Measured:
                 target = await publisher.publish(streamed.payload)
             async with staged(store, before, target, base.directory, place / "again") as (host, directory):
                 result.host = host
-                if result.profile is not None and not isinstance(chosen, str) and asked.reference:
-                    await _compare(result.profile, chosen, directory, work)
+                if result.profile is not None and not isinstance(chosen, str):
+                    await _compare(result, chosen, directory, work)
     result.memcpy = memcpy_rate(_copied(result) or streamed.bytes)
     return result
 
@@ -183,13 +188,20 @@ async def under_traffic(server: HttpServer, follow: Follow, asked: Asked, port: 
     return result
 
 
-async def _compare(result: Profile, replica: Launch, directory: Path, work: Path) -> None:
+async def _compare(result: Measured, replica: Launch, directory: Path, work: Path) -> None:
     """With a fresh server of the same engine, once the replica has made room for it."""
+    if not result.asked.reference:
+        result.why_not_compared = "not asked for (--no-reference)"
+        return
     say("starting a fresh server from the new version's checkpoint")
     port = free_port()
     stock = without_stitch(replica, directory, port)
-    async with running(stock, port, work / "fresh.log", "/health") as fresh:
-        await compare(result, fresh)
+    try:
+        async with running(stock, port, work / "fresh.log", "/health") as fresh:
+            assert result.profile is not None
+            await compare(result.profile, fresh)
+    except EngineUnavailable as error:  # a row without the comparison is worth more than none
+        result.why_not_compared = f"the fresh server did not start: {error}"
 
 
 async def compare(result: Profile, fresh: HttpServer) -> None:

@@ -53,6 +53,7 @@ def row_of(m: Measured) -> Json:
             "delta": m.streamed.delta_bytes, "ratio": m.streamed.ratio, "canonical": m.streamed.bytes,
             "image": stage.get("image_bytes"), "loaded": stage.get("bytes"), "copied": profiled.get("copied"),
         },
+        "self_test": (m.status.get("self_test") or {}).get("seconds"),
         "memory": profiled.get("memory"),
         "throughput": profiled.get("throughput"),
         "requests": profiled.get("requests"),
@@ -78,13 +79,13 @@ def excludes(m: Measured) -> list[str]:
         found.append("a GPU: the engine, if there is one, computes on the CPU")
     if m.left_out:
         found.append(f"flags of the recipe for GPUs: {' '.join(m.left_out)}")
-    if m.profile is not None and not any("fresh server" in check.what for check in m.profile.checks):
-        found.append("equality with a fresh server: not compared")
+    if m.why_not_compared is not None:
+        found.append(f"equality with a fresh server: {m.why_not_compared}")
     return found
 
 
 def rates_of(m: Measured) -> Rates:
-    """Rates of this run for a projection: of the host path alone where it was measured, else the replica's.
+    """Rates of this run for a projection: those without traffic where there are such, else the replica's.
 
     Raises ValueError for a version that fetched nothing.
     """
@@ -94,18 +95,26 @@ def rates_of(m: Measured) -> Rates:
         fetch, apply, workers = m.host.fetch, m.host.apply, m.host.workers
     if not fetch or not apply:
         raise ValueError("nothing was fetched and applied: there are no rates to project from")
-    load, copy, copied = row["preparation"]["load"], row["pause"]["copy"], row["bytes"]["copied"]
-    engine = bool(load and copy and copied and m.memcpy)
+    load, copy, copied = _load_alone(m), row["pause"]["copy"], row["bytes"]["copied"]
+    efficiency = min(1.0, copied / copy / m.memcpy) if copied and copy and m.memcpy else None
+    engine = load is not None and efficiency is not None
     return Rates(
         of=f"{m.asked.recipe.name}, {m.base.size}, {size_text(m.streamed.bytes)}",
         bytes=m.streamed.bytes,
         ratio=m.streamed.ratio,
         fetch=m.streamed.delta_bytes / fetch / GB,
         apply=m.streamed.bytes / apply / workers / GB,
-        load=m.streamed.bytes / load / GB if engine else None,
-        copy=copied / copy / m.memcpy if engine and m.memcpy else None,
+        load=m.streamed.bytes / load / GB if load is not None and engine else None,
+        copy=efficiency if engine else None,
         rest=row["pause"]["rest"] if engine else None,
     )
+
+
+def _load_alone(m: Measured) -> float | None:
+    """Seconds of a load into the image: under traffic, or of the self-test, if that was faster with its
+    comparison."""
+    loads = ((m.status.get("last_update") or {}).get("stage"), m.status.get("self_test"))
+    return min((one["seconds"] for one in loads if one and one["outcome"] == "done"), default=None)
 
 
 def _host(m: Measured) -> dict[str, Any]:
