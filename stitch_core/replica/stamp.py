@@ -102,7 +102,8 @@ class GenerateStamper(_Base):
 class OpenAIStamper(_Base):
     """OpenAI routes: the report lies in ``metadata``, its bounds at the top level too.
 
-    In a stream it comes with each choice's ``finish_reason``, or for all with the last one's or later.
+    A choice with a ``meta_info`` (SGLang's return_meta_info) has its own report there as well. In a stream
+    the report comes with each choice's ``finish_reason``, or for all with the last one's or later.
     """
 
     def body(self, value: Any) -> Any:
@@ -110,7 +111,10 @@ class OpenAIStamper(_Base):
             raise Unreported("the engine's answer has no choices")
         metadata = value.get("metadata") or {}
         tokens = (value.get("usage") or {}).get("completion_tokens")
-        self._stamp(value, self._all_choices(metadata, len(value["choices"]), tokens))
+        reports = self._choices(metadata, len(value["choices"]), tokens)
+        for choice, report in zip(value["choices"], reports, strict=True):
+            self._meta_info(choice, report)
+        self._stamp(value, combined(reports))
         return value
 
     def event(self, value: Json) -> Json:
@@ -118,6 +122,8 @@ class OpenAIStamper(_Base):
             return value
         self._rename_id(value)
         choices = [choice for choice in value["choices"] if isinstance(choice, dict)]
+        for choice in choices:
+            self._meta_info(choice, {})
         self._seen |= {choice.get("index", 0) for choice in choices}
         finished = [choice.get("index", 0) for choice in choices if choice.get("finish_reason") is not None]
         metadata = value.get("metadata")
@@ -127,18 +133,26 @@ class OpenAIStamper(_Base):
             return value
         listed_by_choice = bool(spans) and isinstance(spans[0], list)
         covered = self._seen if listed_by_choice or not finished else set(finished)
-        self._stamp(value, self._all_choices(metadata, max(1, len(covered)), None))
+        self._stamp(value, combined(self._choices(metadata, max(1, len(covered)), None)))
         self._reported |= covered or {0}
         return value
 
-    def _all_choices(self, metadata: Any, choices: int, tokens: Any) -> Json:
+    def _choices(self, metadata: Any, choices: int, tokens: Any) -> list[Json]:
         fields = per_choice(metadata, choices)
         if choices == 1:
-            return self._report(fields[0], tokens)
+            return [self._report(fields[0], tokens)]
         reports = [self._report(item, None) for item in fields]
         if isinstance(tokens, int) and total(reports) != tokens:
             raise Unreported(f"the engine reports the versions of {total(reports)} tokens of {tokens}")
-        return combined(reports)
+        return reports
+
+    def _meta_info(self, choice: Any, report: Json) -> None:
+        """The engine's labels there become the report: trainers read an answer's oldest version from it."""
+        meta = choice.get("meta_info") if isinstance(choice, dict) else None
+        if isinstance(meta, dict):
+            strip(meta)
+            meta.update(report)
+            self._rename_id(meta)
 
     def _stamp(self, value: Json, report: Json) -> None:
         metadata = dict(value.get("metadata") or {})

@@ -265,6 +265,33 @@ async def test_openai_report_of_several_choices(replica: Replica) -> None:
     assert (value["metadata"]["weight_version"], value["weight_version_end"]) == ("7", 8)
 
 
+async def test_the_engines_labels_in_a_choices_meta_info_become_its_report(replica: Replica) -> None:
+    """SGLang's return_meta_info: Miles reads an agent's oldest version there, and took no label for none."""
+    spans = [[span(7, 0, 2)], [span(7, 0, 1), span(8, 1, 3)]]
+    body = completed({"weight_version": label(8), "weight_versions": spans}, 5, 2)
+    for choice in body["choices"]:
+        choice["meta_info"] = {"id": "e", "weight_version": label(8), "weight_versions": spans[0], "own": 1}
+    replica.engine.body = body
+    chat = {"messages": [], "n": 2, "return_meta_info": True, "rid": "me"}
+    value = (await replica.client.post("/v1/chat/completions", chat)).json()
+    first, second = (choice["meta_info"] for choice in value["choices"])
+    assert (first["weight_version"], first["weight_version_end"], first["run"]) == ("7", 7, "r")
+    assert (second["weight_version"], second["weight_version_end"], second["own"]) == ("7", 8, 1)
+    assert second["weight_versions"] == value["metadata"]["weight_versions"][1]
+    assert first["id"] == value["id"] == "e"
+
+
+async def test_labels_in_a_choices_meta_info_of_a_stream_are_taken_out(replica: Replica) -> None:
+    choice = {"index": 0, "finish_reason": "stop", "meta_info": {"weight_version": label(8), "own": 1}}
+    chunk = {"id": "e", "choices": [choice], "metadata": {"weight_versions": [span(7, 0, 2)]}}
+    replica.engine.pieces = [f"data: {json.dumps(chunk)}\n\n".encode(), b"data: [DONE]\n\n"]
+    call = await replica.client.post("/v1/chat/completions", {"messages": [], "stream": True})
+    event, done = call.events()
+    assert done == "[DONE]"
+    assert event["choices"][0]["meta_info"] == {"own": 1}
+    assert event["metadata"]["weight_version"] == "7"
+
+
 @pytest.mark.parametrize(
     "answer",
     [
