@@ -422,6 +422,24 @@ async def test_chat(text: AsgiClient) -> None:
         assert why in call.json()["message"]
 
 
+async def test_a_chat_of_token_ids_says_what_sglang_says_of_its_tokens(text: AsgiClient) -> None:
+    """What the session servers of trainers ask for, who make samples of the answers."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "input_ids": [5, 6, 7], "max_tokens": 8}
+    chat |= {"logprobs": True, "return_meta_info": True, "seed": 3, "rid": "me"}
+    got = (await text.post("/v1/chat/completions", chat)).json()
+    meta = got["choices"][0]["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("me", 3, 8)
+    assert meta["weight_versions"] == got["metadata"]["weight_versions"]
+    sampling = {"max_new_tokens": 8, "sampling_seed": 3}
+    same = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True}
+    plain = (await text.post("/generate", same)).json()
+    assert meta["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"]
+    for wrong, why in (({"stream": True}, "streams"), ({"input_ids": []}, "non-empty")):
+        call = await text.post("/v1/chat/completions", chat | wrong)
+        assert call.status == 400
+        assert why in call.json()["message"]
+
+
 async def test_chat_needs_a_tokenizer(client: AsgiClient) -> None:
     call = await client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
     assert call.status == 400

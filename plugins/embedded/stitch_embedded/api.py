@@ -206,6 +206,12 @@ def answer(
     """SGLang's final object for one sequence. `latency` in seconds. Log-probabilities are exact fp32
     values.
     """
+    meta = meta_info(request, outcome, logprobs=logprobs) | {"e2e_latency": latency}
+    return {"text": final_text(outcome, limits), "output_ids": outcome.tokens, "meta_info": meta}
+
+
+def meta_info(request: Request, outcome: Outcome, *, logprobs: bool) -> dict[str, Any]:
+    """What SGLang says beside the tokens of one sequence."""
     prompt = len(request.prompt)
     meta: dict[str, Any] = {
         "id": request.rid,
@@ -214,7 +220,6 @@ def answer(
         "completion_tokens": len(outcome.tokens),
         "cached_tokens": 0,
         **version_fields(prompt, len(outcome.tokens), outcome.passes, outcome.label),
-        "e2e_latency": latency,
     }
     if logprobs:
         meta["output_token_logprobs"] = [
@@ -229,7 +234,7 @@ def answer(
             meta["input_token_logprobs"] = first + [
                 [value, token, None] for value, token in zip(outcome.prompt_logprobs, scored, strict=True)
             ]
-    return {"text": final_text(outcome, limits), "output_ids": outcome.tokens, "meta_info": meta}
+    return meta
 
 
 def final_text(outcome: Outcome, limits: Limits) -> str:

@@ -3,7 +3,8 @@
 `metadata` holds the version fields of report.py. With one choice they are those of `/generate`; with several,
 `weight_versions`, `kv_versions`, `kv` (and `kv_passes`, if any choice has them) are lists, one item for each
 choice in order, and `weight_version` is the first choice's. In a stream each choice's last chunk carries the
-fields of that choice, and all its log-probabilities.
+fields of that choice, and all its log-probabilities. As with SGLang, `input_ids` may be a chat's prompt, and
+`return_meta_info` puts each choice's `meta_info` beside its message, in answers that do not stream.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .api import (
     final_text,
     integer,
     make_request,
+    meta_info,
     parse_params,
 )
 from .report import version_fields
@@ -63,6 +65,7 @@ class OpenAICall:
     stream: bool
     include_usage: bool
     logprobs: bool
+    meta_info: bool
     created: int
 
     def envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
@@ -92,6 +95,9 @@ def parse_openai(body: Any, limits: Limits, *, chat: bool, model: str) -> OpenAI
     prompts = [_chat_prompt(body, limits)] if chat else _prompts(body, limits)
     logprobs, top = _wanted_logprobs(body, chat)
     stream = boolean(body, "stream")
+    wants_meta_info = chat and boolean(body, "return_meta_info")
+    if stream and wants_meta_info:
+        raise BadRequest("return_meta_info is not supported in streams")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise BadRequest("stream_options must be an object")
@@ -122,6 +128,7 @@ def parse_openai(body: Any, limits: Limits, *, chat: bool, model: str) -> OpenAI
         stream=stream,
         include_usage=boolean(options, "include_usage"),
         logprobs=logprobs,
+        meta_info=wants_meta_info,
         created=int(time.time()),
     )
 
@@ -160,6 +167,8 @@ def ending(call: OpenAICall, request: Request, outcome: Outcome, limits: Limits)
         "finish_reason": outcome.finish["type"],
         "matched_stop": outcome.finish.get("matched"),
     }
+    if call.meta_info:
+        out["meta_info"] = meta_info(request, outcome, logprobs=call.logprobs)
     if limits.tokenizer is None:
         out["token_ids"] = outcome.tokens
     return out
@@ -212,6 +221,8 @@ def _chat_prompt(body: dict[str, Any], limits: Limits) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise BadRequest("messages must be a non-empty list of objects")
+    if body.get("input_ids") is not None:
+        return check_prompt(body["input_ids"], limits)
     if limits.tokenizer is None:
         raise BadRequest("the checkpoint has no tokenizer: use /generate or /v1/completions with token ids")
     extra = body.get("chat_template_kwargs") or {}
