@@ -70,6 +70,27 @@ def test_first_starts_and_unsaved_runs_have_no_record(world: World) -> None:
     assert load_record(world.root / "ckpt", 0, FILES) is None
 
 
+def test_prompts_go_on_from_the_last_note_when_a_checkpoint_has_none(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer was killed between Megatron's checkpoint and Miles' note of its prompts. Resumed, Miles asked
+    the first prompts again: 8 of 36 samples were trained on twice."""
+    notes = world.root / "ckpt" / "rollout"
+    notes.mkdir(parents=True)
+    for name in ("global_dataset_state_dict_3.pt", "global_dataset_state_dict_12.pt", "else_5.pt"):
+        (notes / name).touch()
+    torn = source(world)
+    torn.load(6)
+    assert torn.calls == [("load", 3)]
+    assert "they go on from where they were after rollout 3" in caplog.text
+    caplog.clear()
+    # Whole, before the first note, and at a first start: as the framework has it.
+    for rollout in (12, 3, 2, -1):
+        torn.load(rollout)
+        assert torn.calls[-1] == ("load", rollout)
+    assert not caplog.records
+
+
 def test_another_run_or_store_is_refused(world: World) -> None:
     delta = own(world, Solo())
     delta.publish(world.history[0])
