@@ -53,8 +53,10 @@ def flags(checkout: Path, package: str, wanted: set[str]) -> list[str]:
 def describe(package: str, checkout: Path) -> dict[str, object]:
     symbols = importlib.import_module(f"stitch_{package}.symbols")
     paths = {symbol.path for group in symbols.GROUPS for symbol in group}
+    lists = ("FLAGS", "DELTA_FLAGS", "SESSION_FLAGS")
+    wanted = {flag for name in lists for flag in getattr(symbols, name, ())}
     return {
-        "flags": flags(checkout, package, {*symbols.FLAGS, *getattr(symbols, "DELTA_FLAGS", ())}),
+        "flags": flags(checkout, package, wanted),
         "parameters": {path: parameters(checkout, path) for path in sorted(paths)},
     }
 

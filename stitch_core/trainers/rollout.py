@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..versions import HEADER_CONSUMER, HEADER_RUN, VersionConstraint
 from .settings import TrainerSettings
 
 HEADER_SESSION = "X-SMG-Routing-Key"
+SESSION = "session"
+"""``source`` of a report that a session server kept, of a call that an agent made."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 Post = Callable[..., Awaitable[Any]]
@@ -113,17 +115,26 @@ def install(demand: Demand, http_module: Any, package: str) -> None:
     http_module.post = wrapped
 
 
-def report_of(answer: Any, wanted: VersionConstraint) -> dict[str, Any]:
-    """What an answer says of versions: run, start, end, spans. Raises Unattributed."""
-    if not isinstance(answer, dict):
-        raise Unattributed(f"the answer is {type(answer).__name__}, not an object")
-    meta = answer.get("meta_info", answer.get("metadata"))
+def read_report(answer: Any) -> dict[str, Any]:
+    """What an answer says of versions, as it stands: run, start, end, spans, None where it is missing."""
+    meta = answer.get("meta_info", answer.get("metadata")) if isinstance(answer, dict) else None
     meta = meta if isinstance(meta, dict) else {}
     report = {"run": meta.get("run"), "start": meta.get("weight_version_start")}
     report |= {"end": meta.get("weight_version_end"), "spans": meta.get("weight_versions")}
-    for key in ("kv", "kv_versions", "kv_passes"):
-        if key in meta:
-            report[key] = meta[key]
+    return report | {key: meta[key] for key in ("kv", "kv_versions", "kv_passes") if key in meta}
+
+
+def report_of(answer: Any, wanted: VersionConstraint) -> dict[str, Any]:
+    """``read_report`` of an answer that says which versions made it, and the demanded ones did.
+
+    Raises Unattributed.
+    """
+    if not isinstance(answer, dict):
+        raise Unattributed(f"the answer is {type(answer).__name__}, not an object")
+    return _checked(read_report(answer), wanted)
+
+
+def _checked(report: dict[str, Any], wanted: VersionConstraint) -> dict[str, Any]:
     start, end = report["start"], report["end"]
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(report["run"], str):
         raise Unattributed(
@@ -169,6 +180,10 @@ def record(sample: Any, episode: Episode) -> None:
         return
     metadata = dict(sample.metadata or {})
     sample.metadata = metadata | {"stitch": [*metadata.get("stitch", []), *reports]}
+    _add_bounds(sample, reports)
+
+
+def _add_bounds(sample: Any, reports: Sequence[Mapping[str, Any]]) -> None:
     known = [str(version) for version in sample.weight_versions]
     for report in reports:
         for version in (report["start"], report["end"]):
@@ -177,11 +192,43 @@ def record(sample: Any, episode: Episode) -> None:
     sample.weight_versions = known
 
 
+def _reports(sample: Any) -> list[Mapping[str, Any]]:
+    """None where anything else stands in their place: metadata is everybody's, an agent's too."""
+    reports = (sample.metadata or {}).get("stitch")
+    if isinstance(reports, list) and all(isinstance(report, Mapping) for report in reports):
+        return reports
+    return []
+
+
+def from_session(sample: Any) -> bool:
+    """Whether a session server recorded the answers in a sample."""
+    return any(report.get("source") == SESSION for report in _reports(sample))
+
+
+def record_session(sample: Any, run: str) -> None:
+    """Check a session server's record of a sample's model calls, and complete ``sample.weight_versions``.
+
+    The server keeps each call's oldest version there, as text. Raises Unattributed unless every call says
+    which versions of ``run`` made it.
+    """
+    reports, oldest = sample.metadata["stitch"], list(sample.weight_versions)
+    for report in reports:
+        _checked(report, VersionConstraint(run=run))
+    known = all(isinstance(version, str) and version.isdecimal() for version in oldest)
+    if len(oldest) != len(reports) or not known:
+        raise Unattributed(
+            f"sample {getattr(sample, 'index', '?')} has {len(reports)} model calls, and their oldest "
+            f"versions are {oldest}: do all replicas run this version of Stitch?"
+        )
+    _add_bounds(sample, reports)
+
+
 def attributed(sample: Any) -> Any:
     """The sample, if what was generated in it says which versions made it. Raises Unattributed."""
-    if getattr(sample, "response_length", 0) and not (sample.metadata or {}).get("stitch"):
+    if getattr(sample, "response_length", 0) and not _reports(sample):
         raise Unattributed(
             f"sample {getattr(sample, 'index', '?')} has a response and no version record: its generate "
-            "function does not send requests through the framework's post"
+            "function does not send requests through the framework's post, nor through a session server that "
+            "reports versions"
         )
     return sample

@@ -37,6 +37,12 @@ class RolloutSide:
         install(Demand(self._settings, self._number), self._http_module, self._package)
         return self._head
 
+    @property
+    def run(self) -> str:
+        """Once it is set up."""
+        assert self._settings is not None
+        return self._settings.run
+
     def _number(self) -> int:
         assert self._head is not None
         head = self._head.recent()

@@ -20,8 +20,8 @@ NEEDED = [
     ("slime:624b824a8", (slime.TRAINER, slime.ROLLOUT), slime.FLAGS),
     (
         "miles:31f1ca961",
-        (miles.COMMON, miles.DELTA, miles.ROLLOUT, miles.BUFFER),
-        (*miles.FLAGS, *miles.DELTA_FLAGS),
+        (miles.COMMON, miles.DELTA, miles.ROLLOUT, miles.BUFFER, miles.SESSION_SERVER),
+        (*miles.FLAGS, *miles.DELTA_FLAGS, *miles.SESSION_FLAGS),
     ),
     ("miles:0.0.2", (miles.COMMON, miles.GATHER, miles.ROLLOUT), miles.FLAGS),
 ]
@@ -36,6 +36,7 @@ CALLS = [
     ("stitch_slime.rollout:record_version", 2, ("rollout_id", "evaluation")),
     ("stitch_miles.rollout:generate_rollout", 3, ("evaluation",)),
     ("stitch_miles.rollout:generate", 1, ()),
+    ("stitch_miles.session:postprocess", 2, ()),
 ]
 
 

@@ -187,6 +187,18 @@ def test_the_frameworks_own_flags_are_checked_at_once() -> None:
     check_miles(SimpleNamespace(**vars(unbuffered) | buffered), True)
 
 
+def test_a_session_server_that_would_lose_the_versions_stops_the_run_at_start() -> None:
+    fitting = {"update_weight_transfer_mode": "broadcast", "colocate": False, "use_session_server": "v2"}
+    stock = "miles.rollout.session.v2.postprocessor_hub.default_postprocess"
+    for own in ("stitch_miles.session.postprocess", "mine.postprocess"):
+        check_miles(SimpleNamespace(**fitting, session_sample_postprocessor_path=own), True)
+    with pytest.raises(ValueError, match=r"--session-sample-postprocessor-path stitch_miles\.session\.post"):
+        check_miles(SimpleNamespace(**fitting, session_sample_postprocessor_path=stock), True)
+    for v1 in (True, "v1"):
+        with pytest.raises(ValueError, match="--use-session-server v2, since v1"):
+            check_miles(SimpleNamespace(**fitting | {"use_session_server": v1}), True)
+
+
 def test_a_trainers_log_lines_are_json_with_run_version_and_rank_where_that_is_asked_for(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from stitch_core.trainers.rollout import Demand, Unattributed, attributed, current_episode, install, record
+from stitch_core.trainers.rollout import (
+    SESSION,
+    Demand,
+    Unattributed,
+    attributed,
+    current_episode,
+    from_session,
+    install,
+    read_report,
+    record,
+    record_session,
+)
 from stitch_core.trainers.rollout_side import one_episode, recording
 from stitch_core.trainers.settings import TrainerSettings
 
@@ -190,3 +201,49 @@ def test_a_prompt_that_is_asked_again_has_no_record_of_the_answer_that_was_throw
     again = asyncio.run(generate(None, one, {}))
     (report,) = again.metadata["stitch"]
     assert (report["start"], report["end"], again.metadata["label"]) == (8, 9, 4)
+
+
+@pytest.mark.parametrize("said", ["an agent's own", ["7"], {"run": "r", "start": 7}, []])
+def test_what_an_agent_calls_stitch_is_no_record(said: Any) -> None:
+    """An agent's answer becomes metadata of its samples, under whatever names it likes."""
+    agents = sample(metadata={"stitch": said}, response_length=3)
+    assert not from_session(agents)
+    with pytest.raises(Unattributed, match="sample 0 has a response and no version record"):
+        attributed(agents)
+
+
+def kept(start: int, end: int, run: str = "r") -> dict[str, Any]:
+    """A session server's report of one model call."""
+    spans = [{"version": start, "start": 0, "end": 3}]
+    meta = {"run": run, "weight_version_start": start, "weight_version_end": end, "weight_versions": spans}
+    return read_report({"choices": [], "metadata": meta}) | {"source": SESSION}
+
+
+def test_c11_what_a_session_server_kept_is_an_agents_record() -> None:
+    agents = sample(metadata={"stitch": [kept(7, 8), kept(8, 9)]}, weight_versions=["6", "8"])
+    assert from_session(agents)
+    record_session(agents, "r")
+    # The first call's oldest version is that of keys and values that it was computed over.
+    assert agents.weight_versions == ["6", "8", "7", "9"]
+    assert attributed(agents) is agents
+    assert not from_session(sample(metadata={"stitch": [{"run": "r", "start": 1, "end": 1}]}))
+    assert not from_session(sample())
+
+
+@pytest.mark.parametrize(
+    ("reports", "oldest", "message"),
+    [
+        ([kept(7, 8), read_report({}) | {"source": SESSION}], ["7", "8"], "does not say which versions"),
+        ([kept(7, 8), kept(7, 7, "other")], ["7", "7"], "is of run other, demanded was run r"),
+        ([kept(7, 8), kept(8, 8)], ["7"], "has 2 model calls, and their oldest versions are ['7']"),
+        ([kept(7, 8)], ["r/weight_v000007"], "do all replicas run this version of Stitch"),
+        ([kept(7, 8)], [None], "do all replicas run this version of Stitch"),
+    ],
+)
+def test_a_model_call_that_nobody_can_attribute_is_not_trained_on(
+    reports: list[dict[str, Any]], oldest: list[Any], message: str
+) -> None:
+    """A label that is no number counts for nothing in Miles' staleness: the sample would pass as fresh."""
+    with pytest.raises(Unattributed) as caught:
+        record_session(sample(metadata={"stitch": reports}, weight_versions=oldest), "r")
+    assert message in str(caught.value)

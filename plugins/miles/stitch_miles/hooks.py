@@ -14,6 +14,8 @@ from . import symbols
 
 logger = logging.getLogger("stitch")
 
+STOCK_POSTPROCESSOR = "miles.rollout.session.v2.postprocessor_hub.default_postprocess"
+
 post_write = hooks.post_write
 before_train_step = hooks.before_train_step
 post_save = hooks.post_save
@@ -70,8 +72,23 @@ def check_flags(args: Any, own: bool) -> None:
             "--fully-async with --custom-async-data-buffer-path stitch_miles.buffer.StitchDataBuffer, which "
             "stitch_max_staleness is for (or leave that out)"
         )
+    wrong += _session_server(args)
     if wrong:
         raise Misconfigured(f"set {', '.join(wrong)}")
+
+
+def _session_server(args: Any) -> list[str]:
+    server = getattr(args, "use_session_server", False)
+    if not server:
+        return []
+    if server != "v2":
+        return ["--use-session-server v2, since v1 has no place where an answer's versions could be kept"]
+    if getattr(args, "session_sample_postprocessor_path", None) == STOCK_POSTPROCESSOR:
+        return [
+            "--session-sample-postprocessor-path stitch_miles.session.postprocess, without which nothing "
+            "says which versions made an agent's samples"
+        ]
+    return []
 
 
 def _repair_zero_dim(updater: type) -> None:

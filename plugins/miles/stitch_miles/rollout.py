@@ -11,13 +11,22 @@ from miles.rollout.generate_hub import single_turn
 from miles.utils import http_utils
 from miles.utils.misc import load_function
 
-from stitch_core.trainers.flags import add_flags
-from stitch_core.trainers.rollout import attributed, begin_episode, forget_abandoned, record, session_of
+from stitch_core.trainers.rollout import (
+    attributed,
+    begin_episode,
+    forget_abandoned,
+    from_session,
+    record,
+    record_session,
+    session_of,
+)
 from stitch_core.trainers.rollout_side import RolloutSide
 from stitch_core.trainers.signatures import probe, require
 
+from .inner import adding
 from .symbols import ROLLOUT
 
+GENERATE = "miles.rollout.generate_hub.single_turn.generate"
 LEGACY_ROLLOUT = "miles.rollout.sglang_rollout.generate_rollout"
 ROLLOUT_CLASS = "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"
 
@@ -29,16 +38,24 @@ def _side() -> RolloutSide:
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
-    """``--custom-generate-function-path``: Miles' own generation (or ``stitch_inner_generate``), recorded."""
+    """``--custom-generate-function-path``: Miles' own generation (or ``stitch_inner_generate``), recorded.
+
+    What an agent asked through the session server comes with its record (see ``session.py``). Raises
+    Unattributed.
+    """
     args, sample = input.args, input.sample
-    _side().set_up(args)
+    side = _side()
+    side.set_up(args)
     forget_abandoned(sample)
     episode = begin_episode(input.evaluation, session_of(sample))
     inner = getattr(args, "stitch_inner_generate", None)
     output = await (load_function(inner) if inner else single_turn.generate)(input)
     made = output.samples
     for one in made if isinstance(made, list) else [made]:
-        record(one, episode)
+        if from_session(one):
+            record_session(one, side.run)
+        else:
+            record(one, episode)
         attributed(one)
     return output
 
@@ -65,5 +82,9 @@ class StitchRolloutFn:
 
 
 # Miles looks here for flags of the functions that it is given.
-for _function in (generate, generate_rollout, StitchRolloutFn):
-    setattr(_function, "add_arguments", add_flags)  # noqa: B010
+for _function, _setting, _default in (
+    (generate, "inner_generate", GENERATE),
+    (generate_rollout, "inner_rollout", LEGACY_ROLLOUT),
+    (StitchRolloutFn, "inner_rollout", ROLLOUT_CLASS),
+):
+    setattr(_function, "add_arguments", adding(_setting, _default))  # noqa: B010

@@ -68,7 +68,25 @@ BUFFER = (
         "miles.rollout.fully_async_data_buffer:DataBufferConstructorInput", None, "staleness", optional=True
     ),
 )
-GROUPS = (COMMON, DELTA, GATHER, ROLLOUT, BUFFER)
+SESSION_SERVER = (
+    Symbol(
+        "miles.rollout.session.samples.merge:attach_lifecycle_metadata",
+        None,
+        "agents: a report beside each call",
+    ),
+    Symbol(
+        "miles.utils.lifecycle:attach_lifecycle_metadata",
+        ("sample", "record"),
+        "agents: a report beside each call",
+    ),
+    Symbol(
+        "miles.rollout.session.v2.postprocessor_hub.default_postprocess:default_postprocess",
+        ("leaf_samples", "session_metadata"),
+        "agents: samples",
+    ),
+)
+SESSION_FLAGS = ("--use-session-server", "--session-sample-postprocessor-path")
+GROUPS = (COMMON, DELTA, GATHER, ROLLOUT, BUFFER, SESSION_SERVER)
 
 
 def writes_deltas() -> bool:
