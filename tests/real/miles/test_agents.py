@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +109,55 @@ def test_their_staleness_is_bounded(world: World, trained: dict[int, list[dict[s
     assert len(behind) >= (ROLLOUTS - 1) * BATCH
     assert max(behind) <= MOST_STALE
     assert {m.epoch for m in versions} == {1, 2}
+
+
+GROUPS = """
+import asyncio
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+from miles.rollout.fully_async_data_buffer import DataBufferConstructorInput, DataBufferInput
+from miles.utils.types import Sample
+from stitch_core.trainers.rollout import Unattributed
+from stitch_miles.buffer import StitchDataBuffer
+
+args = SimpleNamespace(
+    stitch_run="r", stitch_store="file:/store", stitch_boot="/boot", rollout_batch_size=4,
+    max_weight_staleness=None, async_data_buffer_capacity_factor=2.0, dynamic_sampling_filter_path=None,
+    stitch_max_staleness=2,
+)
+unused = []
+buffer = StitchDataBuffer(DataBufferConstructorInput(args, unused.append))
+
+def made(index, versions, status=Sample.Status.COMPLETED, recorded=True):
+    reports = [{"run": "r", "start": int(v), "end": int(v), "source": "session"} for v in versions]
+    sample = Sample(index=index, weight_versions=versions, status=status, response_length=len(versions))
+    sample.metadata = {"stitch": reports} if recorded else {"stitch": "an agent's own"}
+    return sample
+
+async def main():
+    async def put(name, *trajectories):
+        try:
+            await buffer.put(DataBufferInput(prompt_group=name, group=[list(one) for one in trajectories]))
+        except Unattributed as error:
+            print(error)
+    # One trajectory's second branch is old, its first and the other trajectory are not.
+    await put("stale", [made(0, ["7"]), made(0, ["7", "4"])], [made(1, ["7"])])
+    await put("gave up", [made(2, [], Sample.Status.ABORTED)], [made(3, ["7"])])
+    await put("cut off", [made(4, ["7"], Sample.Status.ABORTED)])
+    await put("unknown", [made(5, ["7"], recorded=False)])
+    await put("fresh", [made(6, ["6", "7"])], [made(7, ["5"])])
+    print((await buffer.get(current_version=7)).prompt_group, unused)
+
+asyncio.run(main())
+"""
+
+
+def test_the_buffer_counts_every_branch_and_hands_back_what_was_given_up() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GROUPS, CHECKOUT], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    refused, taken = done.stdout.splitlines()[-2:]
+    assert "sample 5 has a response and no version record" in refused
+    assert taken == "fresh ['gave up', 'cut off', 'stale']"
