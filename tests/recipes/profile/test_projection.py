@@ -10,7 +10,7 @@ from stitch_recipes.profile.assumptions import Assumptions
 from stitch_recipes.profile.projection import Projection, Rates, Sizes, project
 from stitch_recipes.profile.published import Published
 
-HOST = Assumptions(cores=64, network=2.0, memory=240.0, pcie=50.0, nvme=4.0)
+HOST = Assumptions(cores=64, network=2.0, memory=240.0, pcie=50.0, nvme=4.0, step=0.02)
 RATES = Rates("m", 1_000_000_000, ratio=0.01, fetch=1.0, apply=0.5, load=0.8, copy=0.9, rest=0.05)
 SIZES = Sizes(canonical=100e9, image=30e9, ranks=4)
 THEIRS = Published(
@@ -29,10 +29,10 @@ def test_each_term_is_its_formula() -> None:
         25.0,  # 100 GB by 8 threads of 0.5 GB/s
         125.0,  # 100 GB by one thread of each rank
         30 / (50 * 0.9),
-        0.05,
+        0.07,  # a step and what was measured beside it
     ])  # fmt: skip
     assert projected.preparation == pytest.approx(151.0)
-    assert projected.total == pytest.approx(151.0 + 30 / 45 + 0.05)
+    assert projected.total == pytest.approx(151.0 + 30 / 45 + 0.07)
     assert projected.ratios()["preparation"] == pytest.approx(151 / 50)
     assert set(projected.ratios()) == {"preparation", "pause", "total"}
 

@@ -91,12 +91,14 @@ def test_the_same_seed_is_the_same_delta_in_any_grouping_and_another_seed_anothe
 ) -> None:
     base, checkpoint = air
 
-    def state(name: str, seed: int, group: int) -> str:
+    def state(name: str, seed: int, group: int, workers: int = 1) -> str:
         change = changes.training(checkpoint, 1e-5, seed)
-        return stream(base, tmp_path / name, change, group_bytes=group).payload.state
+        done = stream(base, tmp_path / name, change, group_bytes=group, workers=workers)
+        return done.payload.state
 
     one = state("one", 1, 1 << 18)
     assert one == state("again", 1, 1 << 30)
+    assert one == state("threads", 1, 1 << 18, 4)
     assert one != state("other", 2, 1 << 30)
 
 
@@ -170,7 +172,7 @@ def test_memory_is_that_of_some_tensors_however_many_there_are(
     write_model(tmp_path / "base", 32, 1 << 19)
     tracemalloc.start()
     try:
-        done = stream(tmp_path / "base", tmp_path / "delta", make(), group_bytes=2 << 20)
+        done = stream(tmp_path / "base", tmp_path / "delta", make(), group_bytes=2 << 20, workers=1)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

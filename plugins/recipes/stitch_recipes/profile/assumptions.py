@@ -19,6 +19,7 @@ class Assumptions:
     memory: float = 200.0
     pcie: float = 50.0
     nvme: float = 6.0
+    step: float = 0.05
 
     @property
     def workers(self) -> int:
@@ -32,4 +33,5 @@ MEANING = {
     "memory": "GB/s that the host's memory moves for one replica, reads and writes together",
     "pcie": "GB/s from page-locked memory to each GPU (PCIe 5 with 16 lanes, in practice)",
     "nvme": "GB/s that the host's NVMe reads or writes",
+    "step": "seconds of the decoding step that a pause waits for",
 }

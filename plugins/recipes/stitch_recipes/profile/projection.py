@@ -35,7 +35,8 @@ class Rates:
 
     ``bytes`` is the size of the checkpoint, ``ratio`` that of a delta over it. ``apply`` is for one thread,
     ``load`` for one rank into its image, both in bytes of the checkpoint. ``copy``: the copy in the pause,
-    over one thread's memcpy of the same bytes, as a rate; ``rest``: seconds of the pause beside the copy.
+    over one thread's memcpy of the same bytes, as a rate; ``rest``: seconds of the pause beside the copy and
+    the decoding step that it waits for.
     ``engine_of``: where the last three are those of another model.
     """
 
@@ -143,11 +144,7 @@ def project(
         _apply(rates, sizes, assumptions, canonical_on),
         _load(rates, sizes, assumptions, canonical_on),
         _copy(rates, sizes, assumptions),
-        Term(
-            "rest of the pause", "pause", rates.rest,
-            _absent(rates) if rates.rest is None else f"{rates.rest:.3f} s, as measured",
-            "a step of the small model on the CPU takes as long as one of the large on its GPUs",
-        ),
+        _rest(rates, assumptions),
     )  # fmt: skip
     return Projection(recipe, canonical_on, rates, sizes, assumptions, terms, published)
 
@@ -205,6 +202,16 @@ def _copy(rates: Rates, sizes: Sizes, a: Assumptions) -> Term:
         f"{sizes.image / GB:.1f} GB / (min({a.pcie:g} PCIe, {a.memory:g} memory / {sizes.ranks} ranks) GB/s "
         f"x {rates.copy:.2f} measured of memcpy)",
         "a page-locked copy keeps as much of PCIe as the CPU's keeps of memcpy; every segment changed",
+    )  # fmt: skip
+
+
+def _rest(rates: Rates, a: Assumptions) -> Term:
+    name = "wait for a step, and the rest of the pause"
+    if rates.rest is None:
+        return Term(name, "pause", None, _absent(rates))
+    return Term(
+        name, "pause", a.step + rates.rest, f"{a.step:g} s a step + {rates.rest:.3f} s measured beside it",
+        "pausing and going on cost a large model's ranks what they cost here",
     )  # fmt: skip
 
 

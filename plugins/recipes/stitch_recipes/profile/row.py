@@ -106,7 +106,7 @@ def rates_of(m: Measured) -> Rates:
         apply=m.streamed.bytes / apply / workers / GB,
         load=m.streamed.bytes / load / GB if load is not None and engine else None,
         copy=efficiency if engine else None,
-        rest=row["pause"]["rest"] if engine else None,
+        rest=max(0.0, row["pause"]["rest"] - (row["throughput"]["step"] or 0.0)) if engine else None,
     )
 
 

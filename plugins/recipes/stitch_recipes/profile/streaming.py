@@ -1,13 +1,14 @@
 """A delta from a checkpoint on disk to its changed successor, which is never there as a whole.
 
-Memory is that of a few groups of tensors, or a few times the largest tensor, whatever the model's size.
+Memory is that of a few groups of tensors for each thread, or of the largest ones, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from stitch_core.delta.directory import prepare_directory, write_index, write_sh
 from stitch_core.delta.encoder import DeltaEncoder, EncodedDelta
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
+from stitch_core.parallel import default_workers, in_order
 from stitch_core.payload import Payload
 from stitch_core.safetensors import Tensor
 from stitch_core.state import TensorInfo, state_digest
@@ -29,7 +31,7 @@ GROUP_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Streamed:
-    """A delta directory and what it stands for. ``encode``: seconds in the encoder, reading not included."""
+    """A delta directory and what it stands for. ``encode``: seconds in encoders, of all threads together."""
 
     payload: Payload
     tensors: int
@@ -57,84 +59,91 @@ def stream_delta(
     encoding: str,
     base_number: int,
     group_bytes: int = GROUP_BYTES,
+    workers: int | None = None,
 ) -> Streamed:
     """Write the delta from the checkpoint in ``base`` to what ``change`` makes of it into ``directory``.
 
-    Version ``base_number`` + 1, in ``encoding`` "xor" or "sparse". Raises CheckpointError, DeltaError,
-    OSError.
+    Version ``base_number`` + 1, in ``encoding`` "xor" or "sparse"; each of ``workers`` threads (by default
+    one for each CPU, at most 8) has a group of tensors in hand. Raises CheckpointError, DeltaError, OSError.
     """
     files = PosixFiles()
     checkpoint = Checkpoint.open(base, files)
     prepare_directory(directory, files)
-    writer = _Writer(directory, files, encoding)
-    for names in _groups(checkpoint, group_bytes):
-        old = {name: checkpoint.read(name) for name in names}
-        writer.add(checkpoint, old, change)
-    return writer.finish(base_number)
+    calls = (
+        partial(_encoded, checkpoint, names, change, directory, encoding, f"model-{index:05d}")
+        for index, names in enumerate(_groups(checkpoint, group_bytes))
+    )
+    whole = _Group()
+    for group in in_order(calls, workers or default_workers()):
+        whole.add(group)
+    names = [name for one in whole.done for name in one.files]
+    write_index(
+        directory, files, whole.weight_map, number=base_number + 1, base_number=base_number,
+        encoding=encoding, sparse_files=names if encoding == "sparse" else (),
+    )  # fmt: skip
+    return _streamed(whole, directory, (*names, INDEX_NAME), encoding)
 
 
-class _Writer:
-    """One group of tensors after the other, each into files of its own."""
+@dataclass
+class _Group:
+    """Tensors that were encoded, and the files that hold what changed of them."""
 
-    def __init__(self, directory: Path, files: PosixFiles, encoding: str) -> None:
-        self._directory, self._files, self._encoding = directory, files, encoding
-        self._before: dict[str, TensorInfo] = {}
-        self._after: dict[str, TensorInfo] = {}
-        self._weight_map: dict[str, str] = {}
-        self._done: list[EncodedDelta] = []
-        self._seconds = 0.0
+    before: dict[str, TensorInfo] = field(default_factory=dict)
+    after: dict[str, TensorInfo] = field(default_factory=dict)
+    weight_map: dict[str, str] = field(default_factory=dict)
+    done: list[EncodedDelta] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def add(self, checkpoint: Checkpoint, old: dict[str, bytes], change: Change) -> None:
-        refs = checkpoint.tensors
-        encoder = DeltaEncoder(
-            {name: Tensor(refs[name].dtype, refs[name].shape, data) for name, data in old.items()},
-            self._encoding,
-        )
-        new = {}
-        for name, data in old.items():
-            ref = refs[name]
-            after = change(spec.Tensor(name, ref.dtype, ref.shape), np.frombuffer(data, np.uint8))
-            new[name] = Tensor(ref.dtype, ref.shape, after.data)
-        self._before |= encoder.table
-        began = time.perf_counter()
-        self._done.append(self._encode(encoder, new, f"model-{len(self._done):05d}"))
-        self._seconds += time.perf_counter() - began
-        encoder.commit()
-        self._after |= encoder.table
+    def add(self, other: _Group) -> None:
+        self.before |= other.before
+        self.after |= other.after
+        self.weight_map |= other.weight_map
+        self.done += other.done
+        self.seconds += other.seconds
 
-    def _encode(self, encoder: DeltaEncoder, new: dict[str, Tensor], stem: str) -> EncodedDelta:
-        if self._encoding == "sparse":
-            return encoder.write_sparse(new, self._directory, self._files, stem=stem)
 
-        def write(payloads: dict[str, tuple[bytes, str]]) -> list[str]:
-            found = write_shards(self._directory, self._files, payloads, stem=stem) if payloads else {}
-            self._weight_map |= found
-            return sorted(set(found.values()))
+def _encoded(
+    checkpoint: Checkpoint, names: list[str], change: Change, directory: Path, encoding: str, stem: str
+) -> _Group:
+    """One group, into files of its own whose names begin with ``stem``."""
+    old, new = {}, {}
+    for name in names:
+        ref, data = checkpoint.tensors[name], checkpoint.read(name)
+        after = change(spec.Tensor(name, ref.dtype, ref.shape), np.frombuffer(data, np.uint8))
+        old[name], new[name] = (Tensor(ref.dtype, ref.shape, part) for part in (data, after.data))
+    encoder, group = DeltaEncoder(old, encoding), _Group()
+    group.before = encoder.table
+    began = time.perf_counter()
+    if encoding == "sparse":
+        group.done = [encoder.write_sparse(new, directory, checkpoint.files, stem=stem)]
+    else:
 
-        return encoder.write(new, write)  # type: ignore[arg-type]
+        def write(payloads: Mapping[str, tuple[bytes, str]]) -> list[str]:
+            if payloads:
+                group.weight_map = write_shards(directory, checkpoint.files, payloads, stem=stem)
+            return sorted(set(group.weight_map.values()))
 
-    def finish(self, base_number: int) -> Streamed:
-        """Write the index, and say what it all is."""
-        names = [name for one in self._done for name in one.files]
-        write_index(
-            self._directory, self._files, self._weight_map, number=base_number + 1, base_number=base_number,
-            encoding=self._encoding, sparse_files=names if self._encoding == "sparse" else (),
-        )  # fmt: skip
-        names.append(INDEX_NAME)
-        changed = {name: pair for one in self._done for name, pair in one.changed.items()}
-        payload = Payload(
-            "delta", state_digest(self._after), self._directory, tuple(names), state_digest(self._before),
-            self._encoding, changed,
-        )  # fmt: skip
-        return Streamed(
-            payload,
-            tensors=len(self._before),
-            bytes=sum(one.bytes for one in self._done),
-            changed_elements=sum(one.changed_elements for one in self._done),
-            elements=sum(one.elements for one in self._done),
-            delta_bytes=sum(self._files.size(self._directory / name) for name in names),
-            encode=self._seconds,
-        )
+        group.done = [encoder.write(new, write)]
+    group.seconds = time.perf_counter() - began
+    encoder.commit()
+    group.after = encoder.table
+    return group
+
+
+def _streamed(whole: _Group, directory: Path, names: tuple[str, ...], encoding: str) -> Streamed:
+    changed = {name: pair for one in whole.done for name, pair in one.changed.items()}
+    payload = Payload(
+        "delta", state_digest(whole.after), directory, names, state_digest(whole.before), encoding, changed
+    )
+    return Streamed(
+        payload,
+        tensors=len(whole.before),
+        bytes=sum(one.bytes for one in whole.done),
+        changed_elements=sum(one.changed_elements for one in whole.done),
+        elements=sum(one.elements for one in whole.done),
+        delta_bytes=sum((directory / name).stat().st_size for name in names),
+        encode=whole.seconds,
+    )
 
 
 def _groups(checkpoint: Checkpoint, bound: int) -> Iterator[list[str]]:
