@@ -356,7 +356,7 @@ class _Mixed(NoPlan):
     """Deltas of two encodings: the last of the older one leads to version ``at``."""
 
     def __init__(self, at: PolicyVersion) -> None:
-        super().__init__(f"the encoding of deltas changes after {at}, and their widths are not known")
+        super().__init__(f"the encoding of deltas changes after {at}, and only --base tells their widths")
         self.at = at.number
 
 

@@ -149,7 +149,9 @@ class StoreChecks:
         attempt, can = self._report.attempt, self._store.capabilities
         try:
             if not await attempt(
-                "write", self._write, "allow this user to write there (s3:PutObject); see what the error says"
+                "write",
+                self._write,
+                "make room (ENOSPC), or allow this user to write there (s3:PutObject), as the error says",
             ):
                 return
             await attempt(

@@ -259,6 +259,12 @@ def _directory(path: Path, files: PosixFiles) -> dict[str, Any]:
         pointer = (path / "latest").read_text(errors="replace").strip()
         count = sum(1 for name in files.list(path / "updates") if name.startswith("weight_v"))
         return {"is": "root of the public reference", "pointer": pointer, "versions": count}
+    if (path / ".stitch").is_dir() and (path / "runs").is_dir():
+        return {
+            "is": "store",
+            "runs": files.list(path / "runs"),
+            "look_with": f"stitch status --store file:{path}",
+        }
     checkpoint = Checkpoint.open(path, files)
     return {
         "is": "checkpoint", "files": len(checkpoint.weight_files), "index": checkpoint.index is not None,

@@ -19,9 +19,10 @@ from ..delta.transcode import sparse_to_xor, xor_to_sparse
 from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles
 from ..fleet import read_wanted, wait_for_replicas
+from ..head import head_key
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
-from ..ports import Store, SystemClock
+from ..ports import NoStore, NotFound, Store, SystemClock
 from ..publisher import Boot, Payload
 from ..replica.staging import Stager
 from ..safetensors import Tensor
@@ -139,6 +140,7 @@ async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int 
     else:
         payload = await asyncio.to_thread(given_full, directory, boot, files, options.step)
     async with opened_store(options.store) as store:
+        await _check_there(store, options.run_id)
         publisher = new_publisher(store, options.run_id, "publish")
         head = await publisher.claim(Boot(str(options.base), state_digest(boot)))
         with scratch(options.work) as work:
@@ -150,6 +152,16 @@ async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int 
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
     return manifest, len(payload.changed) if is_delta or options.as_delta else None
+
+
+async def _check_there(store: Store, run_id: str) -> None:
+    """NoStore where a mount is missing: a claim would begin another store and another run in its place."""
+    try:
+        await store.load(head_key(run_id))
+    except NoStore:
+        raise
+    except NotFound:
+        return
 
 
 async def rebuild(

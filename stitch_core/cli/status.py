@@ -123,7 +123,7 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
           r.get("error") or (r.get("state") or "")[7:19]) for r in result["runs"]],
     )]  # fmt: skip
     parts += [
-        f"run {r['run']}: versions {first} to {last} were given up by a rollback"
+        f"run {r['run']}: {_versions(first, last)} given up by a rollback"
         for r in result["runs"] for first, last in r.get("given_up", ())
     ]  # fmt: skip
     if result.get("channels"):
@@ -139,6 +139,10 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
               r.get("time") and age_text(r["time"])) for r in result["replicas"]],
         ))  # fmt: skip
     return "\n\n".join(parts)
+
+
+def _versions(first: int, last: int) -> str:
+    return f"version {first} was" if first == last else f"versions {first} to {last} were"
 
 
 def _follows(channel: dict[str, Any]) -> str:

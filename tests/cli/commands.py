@@ -63,6 +63,7 @@ class Shell:
         return self("claim", "--store", self.store, "--run", run, "--base", base or self.base, *more)
 
     def publish(self, directory: Path, *more: object) -> Said:
+        (self.root / "store").mkdir(exist_ok=True)  # only a claim makes one
         return self("publish", directory, "--store", self.store, "--run", "r", "--base", self.base, *more)
 
     def learn(self, name: str) -> Path:

@@ -183,7 +183,7 @@ def test_what_is_to_be_done_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(common, "open_store", lambda url: Refuses())
     said = shell("doctor", "--store", "other://x")
     assert "FAIL" in said.out
-    assert "write: allow this user to write there" in said.out
+    assert "write: make room (ENOSPC), or allow this user to write there" in said.out
 
 
 # --------------------------------------------------------------------------------------- the machine

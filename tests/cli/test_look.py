@@ -142,6 +142,13 @@ def test_inspect_paths(run: Shell) -> None:
     assert "a newer Stitch wrote it" in run("inspect", run.root / "new.json").complaint
 
 
+def test_inspect_the_directory_of_a_store(run: Shell) -> None:
+    """It was a checkpoint without a safetensors file."""
+    found = run("inspect", run.root / "store", "--json").json
+    assert (found["is"], found["runs"]) == ("store", ["r"])
+    assert found["look_with"] == f"stitch status --store {run.store}"
+
+
 def test_inspect_a_root_of_the_public_reference(shell: Shell) -> None:
     root = shell.root / "bulletin"
     (root / "updates" / "weight_v000001").mkdir(parents=True)

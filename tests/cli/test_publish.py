@@ -50,6 +50,16 @@ def test_claims_that_are_refused(shell: Shell) -> None:
     assert "'/data' is not a store URL: a directory is written file:/path" in bad_store.complaint
 
 
+def test_a_store_that_is_not_mounted_is_not_begun_anew(shell: Shell) -> None:
+    """It was made where the mount was missing, with another run of the name, and no replica heard of it."""
+    shell.publish(shell.learn("one"))
+    (shell.root / "store").rename(shell.root / "away")
+    said = shell("publish", shell.learn("two"), "--store", shell.store, "--run", "r", "--base", shell.base)
+    assert said.code == 2
+    assert "is it mounted? The first claim makes a new store" in said.complaint
+    assert not (shell.root / "store").exists()
+
+
 def test_a_full_and_deltas(shell: Shell) -> None:
     said = shell.publish(shell.learn("one"), "--step", 10, "--json").json
     assert (said["version"], said["kind"], said["epoch"], said["tensors"]) == (
