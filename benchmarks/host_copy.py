@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.harness import Row, at_most, interleaved, say
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.files import PosixFiles
-from stitch_core.host_checkpoint import BATCH_SHARE, HostCheckpoint
+from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.in_place import BATCH_SHARE
 from stitch_core.lineage import Plan, Undo
 from stitch_core.parallel import default_workers
 from stitch_core.testing.runs import RunBuilder

@@ -38,7 +38,8 @@ from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.delta.one_pass import apply_in_place
 from stitch_core.delta.stream import PART_BYTES
 from stitch_core.files import PosixFiles
-from stitch_core.host_checkpoint import BATCH_SHARE, HostCheckpoint
+from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.in_place import BATCH_SHARE
 from stitch_core.lineage import Plan
 from stitch_core.manifest import Manifest, bytes_digest
 from stitch_core.planner import PIECE_COST, Planner

@@ -8,10 +8,10 @@
     <root>/lock              held by the one process that has the copy open
 
 The marker is a claim and the hash of the data is the proof: nothing is held that was not hashed by this
-process. A plan is verified to its last byte before the first is written. Deltas are applied in place; since
-XOR must never be applied twice, every tensor's own digest says how far it has come, and the journal makes
-sure that it has one, or that it is known how much of it was written. A full is written beside the data and
-takes its place when the marker says so.
+process. A plan is verified to its last byte before the first is written. Deltas are applied in place
+(in_place.py); since XOR must never be applied twice, every tensor's own digest says how far it has come, and
+the journal makes sure that it has one, or that it is known how much of it was written. A full is written
+beside the data (host_full.py) and takes its place when the marker says so.
 """
 
 from __future__ import annotations
@@ -19,38 +19,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from .applying import Applying
 from .checkpoint import Checkpoint, CheckpointError
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
 from .delta.stream import PART_BYTES
-from .dialects import INDEX_NAME
-from .host_data import copy_files, make_durable_dirs, open_with_index, side_files
+from .host_checks import HostCheckpointError, check_applied, check_fetched, check_target
+from .host_data import side_files
+from .host_folder import HostFolder
+from .host_full import build_full, copy_boot
 from .host_marker import Holding, Interrupted, Marker, Partials, partials_from_json
-from .in_place import records
+from .in_place import journal_room, record_bound, records
 from .journal import Journal
 from .lineage import Plan, Source
 from .manifest import Manifest
 from .parallel import default_workers
-from .ports import Files, write_atomic
-from .state import TensorInfo, layout_difference, state_digest
+from .ports import Files
+from .state import TensorInfo, state_digest
 from .versions import directory_name
 
 __all__ = ["Holding", "HostCheckpoint", "HostCheckpointError", "Interrupted", "RepresentationInvalid"]
-
-BATCH_BYTES = 64 << 20
-BATCH_SHARE = 110
-"""The journal's bound: below 1 % of the model with what else is in it, and ``BATCH_BYTES`` for small ones."""
-
-_LINK = re.compile(r"weight_v[0-9]{6,}\Z")
-
-
-class HostCheckpointError(Exception):
-    """The copy cannot do what was asked, for a reason that lies on this host."""
 
 
 class HostCheckpoint:
@@ -80,6 +71,7 @@ class HostCheckpoint:
         self.interrupted: Interrupted | None = None
         self.problem: str | None = "it is not open"
         self.table: dict[str, TensorInfo] = {}
+        self._folder = HostFolder(root, files, nonce)
         self._nonce = nonce
         self._batch_bytes = batch_bytes
         self.workers = workers or default_workers()
@@ -89,7 +81,6 @@ class HostCheckpoint:
         self._data: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._unsettled = True  # what is on disk may differ from what the fields say
-        self._lock: contextlib.ExitStack | None = None
 
     @property
     def directory(self) -> Path:
@@ -105,28 +96,19 @@ class HostCheckpoint:
 
         HostCheckpointError if another process has it open.
         """
-        if self._lock is None:
-            make_durable_dirs(self.files, self.root)
-            lock = contextlib.ExitStack()
-            try:
-                lock.enter_context(self.files.lock(self.root / "lock", 0.0))
-            except TimeoutError:
-                raise HostCheckpointError(f"{self.root} is in use by another process") from None
-            self._lock = lock
+        self._folder.lock()
         return self._recover()
 
     def close(self) -> None:
         """Give the lock back; closing twice is fine."""
-        if self._lock is not None:
-            self._lock.close()
-        self._lock = None
+        self._folder.unlock()
         self._hold_none("it is not open")
 
     # --------------------------------------------------------------------------------------- recovery
 
     def _settle(self) -> None:
         """Make the fields true again after a call that failed half way."""
-        if self._lock is None:
+        if not self._folder.locked:
             raise HostCheckpointError(f"{self.root} is not open")
         if self._unsettled:
             self._recover()
@@ -136,9 +118,13 @@ class HostCheckpoint:
         self._partials = {}
         self._hold_none("it is empty")
         self._data = self._checkpoint = None
-        marker = self._read_marker()
-        self._remove_links(keep=None)
-        self._clean(keep=marker.data if marker else None)
+        marker = None
+        try:
+            marker = self._folder.marker()
+        except CheckpointError as error:
+            self.problem = str(error)
+        self._folder.unlink()
+        self._folder.clean(keep=marker.data if marker else None)
         self._journal.create()
         self.files.sync(self.root)
         if marker is not None:
@@ -173,17 +159,7 @@ class HostCheckpoint:
         note = self._journal.redo(marker.tag, data, workers=self.workers)
         self._partials = marker.partials if note is None else partials_from_json(note["partials"])
         if self._partials != marker.partials:  # which the next record is not to take away
-            self._write_marker(dataclasses.replace(marker, partials=self._partials))
-
-    def _read_marker(self) -> Marker | None:
-        path = self.root / "marker.json"
-        if not self.files.exists(path):
-            return None
-        try:
-            return Marker.decode(self.files.read(path), str(path))
-        except CheckpointError as error:
-            self.problem = str(error)
-            return None
+            self._folder.write_marker(dataclasses.replace(marker, partials=self._partials))
 
     # ------------------------------------------------------------------------------------------- seed
 
@@ -195,19 +171,8 @@ class HostCheckpoint:
         self._settle()
         try:
             boot = Checkpoint.open(source, self.files)
-            index = () if boot.index is None else (INDEX_NAME,)
-            with self._new_data() as data:
-                names = [*boot.weight_files, *index, *side_files(self.files, source)]
-                copy_files(self.files, source, data, names)
-                checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table(self.workers)
-                state = state_digest(table)
-                if state != version0.state:
-                    raise HostCheckpointError(
-                        f"the base checkpoint at {source} is not version 0 of run {version0.run}: "
-                        f"its state is {state}, expected {version0.state}"
-                    )
-                self._adopt(checkpoint, table, version0)
+            with self._folder.new_data() as data:
+                self._adopt(*copy_boot(boot, data, version0, self.workers), version0)
         except CheckpointError as error:
             raise HostCheckpointError(f"the base checkpoint at {source} cannot be used: {error}") from error
         return self._held()
@@ -222,7 +187,7 @@ class HostCheckpoint:
         """
         self._settle()
         for source in plan.sources:
-            self._check_fetched(source, directory_of(source))
+            check_fetched(source, directory_of(source), self.files)
         if plan.full is not None:
             self._apply_full(plan, plan.full, directory_of)
         elif self._has(plan):
@@ -236,23 +201,19 @@ class HostCheckpoint:
         """Bytes of disk, at most, that fetching and applying the plan takes beside what is there now."""
         need = plan.bytes
         if plan.full is not None:
-            return need + plan.full.representation.bytes + sum(self._sides(()).values())
+            return need + plan.full.representation.bytes + sum(self._sides().values())
         if self._checkpoint is None:
             return need
         names = {name for delta in plan.deltas for name in delta.representation.changed}
         if any(delta.representation.encoding == "sparse" for delta in plan.deltas):
             names |= self._checkpoint.tensors.keys()  # what is in sparse files is known when they are there
         sizes = [ref.nbytes for name, ref in self._checkpoint.tensors.items() if name in names]
-        # A record ends after the part with which it passes the bound.
-        journal = min(sum(sizes), self._bound() + self._part_bytes)
-        return need + max(0, journal + 200 * len(sizes) + sum(sizes) // 10_000 - self._journal.size())
+        return need + max(0, journal_room(sizes, self._bound(), self._part_bytes) - self._journal.size())
 
     def _bound(self) -> int:
         """Bytes of one record of the journal, about."""
-        if self._batch_bytes is not None or self._checkpoint is None:
-            return self._batch_bytes or BATCH_BYTES
-        model = sum(ref.nbytes for ref in self._checkpoint.tensors.values())
-        return max(BATCH_BYTES, model // BATCH_SHARE)
+        tensors = self._checkpoint.tensors.values() if self._checkpoint else ()
+        return self._batch_bytes or record_bound(sum(ref.nbytes for ref in tensors))
 
     def _apply_in_place(self, plan: Plan, directory_of: Callable[[Source], Path]) -> None:
         held, base = self._base_of(plan, directory_of)
@@ -261,7 +222,7 @@ class HostCheckpoint:
         assert data is not None
         try:
             deltas = PlanDeltas(base, plan.deltas, directory_of, self.files)
-            _check_target(plan, deltas)
+            check_target(plan, deltas)
             marker = Marker(data.name, held, Holding.of(plan.target), self._nonce(), self._partials)
             applying = Applying(
                 checkpoint, deltas, self.table, self.workers, self._partials, self._part_bytes
@@ -279,19 +240,19 @@ class HostCheckpoint:
                         self.table[name] = dataclasses.replace(self.table[name], digest="")
                     if record.partials != marker.partials:
                         marker = dataclasses.replace(marker, partials=record.partials)
-                        self._write_marker(marker)
+                        self._folder.write_marker(marker)
         except (CopyDamaged, CheckpointError) as error:
             self._hold_none(f"its data is damaged: {error}")
             raise HostCheckpointError(f"{self.root} holds none: {self.problem}") from error
-        _check_state(self.table, plan.target)
+        check_applied(self.table, plan.target)
         self._hold(checkpoint, self.table, Holding.of(plan.target))
 
     def _begin(self, marker: Marker) -> None:
         """From now on the data is neither version, until the marker says that it is the target."""
         self._unsettled = True
         self._interrupt(marker)
-        self._write_marker(marker)
-        self._remove_links(keep=None)
+        self._folder.write_marker(marker)
+        self._folder.unlink()
 
     def _has(self, plan: Plan) -> bool:
         """Whether the data has the target's state already, and no delta is left that could say otherwise."""
@@ -316,88 +277,37 @@ class HostCheckpoint:
         return self.interrupted.base, base
 
     def _apply_full(self, plan: Plan, full: Source, directory_of: Callable[[Source], Path]) -> None:
-        names = [file.name for file in full.representation.files]
-        with self._new_data() as data:
-            copy_files(self.files, directory_of(full), data, names)
-            if self._data is not None:
-                copy_files(self.files, self._data, data, self._sides(names))
-            try:
-                checkpoint = open_with_index(self.files, data)
-                table = checkpoint.table(self.workers)
-            except CheckpointError as error:
-                raise RepresentationInvalid(full.digest(), f"{full.version}: {error}") from error
-            self._check_full(full, table)
-            deltas = PlanDeltas(table, plan.deltas, directory_of, self.files)
-            _check_target(plan, deltas)
-            try:
-                applying = Applying(checkpoint, deltas, table, self.workers, part_bytes=self._part_bytes)
-                applying.rewrite(directory_of(full))
-            except (CopyDamaged, CheckpointError) as error:
-                raise HostCheckpointError(f"{data} was damaged while it was being made: {error}") from error
-            for file in checkpoint.weight_files if plan.deltas else ():
-                self.files.sync(data / file)
-            self._adopt(checkpoint, deltas.final, plan.target)
+        with self._folder.new_data() as data:
+            built = build_full(
+                plan, full, data, directory_of, self.files,
+                sides=[self._data / name for name in self._sides()] if self._data else (),
+                present=self._checkpoint.tensors if self._checkpoint else None,
+                workers=self.workers, part_bytes=self._part_bytes,
+            )  # fmt: skip
+            self._adopt(*built, plan.target)
 
-    def _check_full(self, full: Source, table: dict[str, TensorInfo]) -> None:
-        if self._checkpoint is not None:
-            layout = {n: TensorInfo(r.dtype, r.shape, "") for n, r in self._checkpoint.tensors.items()}
-            difference = layout_difference(layout, table)
-            if difference is not None:
-                raise RepresentationInvalid(full.digest(), f"{full.version}: {difference}")
-        state = state_digest(table)
-        if state != full.state:
-            raise RepresentationInvalid(
-                full.digest(), f"{full.version}: its files hold state {state}, not {full.state}"
-            )
-
-    def _check_fetched(self, source: Source, directory: Path) -> None:
-        for file in source.representation.files:
-            path = directory / file.name
-            if not self.files.exists(path) or self.files.size(path) != file.size:
-                raise HostCheckpointError(
-                    f"{path} of {source.version} is not there, or not {file.size} bytes"
-                )
-
-    def _sides(self, without: Collection[str]) -> dict[str, int]:
+    def _sides(self) -> dict[str, int]:
         """Files beside the weights in the data, with their sizes."""
         if self._data is None or not self.files.exists(self._data):
             return {}
-        return {n: size for n, size in side_files(self.files, self._data).items() if n not in without}
+        return side_files(self.files, self._data)
 
     # -------------------------------------------------------------------------------------- the copy
-
-    @contextlib.contextmanager
-    def _new_data(self) -> Iterator[Path]:
-        """A new data directory, removed again on failure."""
-        data = self.root / f"data-{self._nonce()}"
-        self.files.make_dirs(data)
-        try:
-            yield data
-        except Exception:
-            marker = self._read_marker()
-            if marker is None or marker.data != data.name:
-                self.files.remove_tree(data)
-            raise
 
     def _adopt(self, checkpoint: Checkpoint, table: dict[str, TensorInfo], manifest: Manifest) -> None:
         """Make a proven, synced directory the data, in place of the present one."""
         self.files.sync(checkpoint.directory)
         self.files.sync(self.root)
         self._hold(checkpoint, table, Holding.of(manifest))
-        self._clean(keep=checkpoint.directory.name)
+        self._folder.clean(keep=checkpoint.directory.name)
 
     def _hold(self, checkpoint: Checkpoint, table: dict[str, TensorInfo], holding: Holding) -> None:
         """The data is this version: say so in the marker, and show it under its name."""
         self._unsettled = True
-        self._write_marker(Marker(checkpoint.directory.name, holding))
-        link = self.root / directory_name(holding.version.number)
-        temporary = self.root / ".link.tmp"
-        with contextlib.suppress(FileNotFoundError):
-            self.files.remove(temporary)
-        self.files.symlink(checkpoint.directory.name, temporary)
-        self.files.rename(temporary, link)
-        self._remove_links(keep=link.name)
-        self._data, self._checkpoint, self.table = checkpoint.directory, checkpoint, dict(table)
+        data = checkpoint.directory
+        self._folder.write_marker(Marker(data.name, holding))
+        self._folder.link(holding.version.number, data.name)
+        self._data, self._checkpoint, self.table = data, checkpoint, dict(table)
         self.holding, self.interrupted, self.problem, self._partials = holding, None, None, {}
         self._unsettled = False
 
@@ -415,32 +325,3 @@ class HostCheckpoint:
     def _held(self) -> Holding:
         assert self.holding is not None
         return self.holding
-
-    def _write_marker(self, marker: Marker) -> None:
-        write_atomic(self.files, self.root / "marker.json", marker.encode())
-
-    def _remove_links(self, keep: str | None) -> None:
-        for name in self.files.list(self.root):
-            if _LINK.match(name) and name != keep:
-                self.files.remove(self.root / name)
-
-    def _clean(self, keep: str | None) -> None:
-        """Remove data directories that the marker does not name, and what a crash left of small files."""
-        for name in self.files.list(self.root):
-            if name.startswith("data-") and name != keep:
-                self.files.remove_tree(self.root / name)
-            elif name.startswith(".") and name.endswith(".tmp"):
-                self.files.remove(self.root / name)
-
-
-def _check_target(plan: Plan, deltas: PlanDeltas) -> None:
-    if state_digest(deltas.final) != plan.target.state:
-        raise HostCheckpointError(f"the plan does not lead to the state of {plan.target.version}")
-
-
-def _check_state(table: dict[str, TensorInfo], target: Manifest) -> None:
-    state = state_digest(table)
-    if state != target.state:
-        raise HostCheckpointError(
-            f"{target.version} was applied, but the state is {state}, not {target.state}"
-        )

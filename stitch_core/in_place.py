@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .applying import Applying, Piece
 from .delta.fold import Zones
 from .host_marker import Partials, partials_to_json
 from .journal import Journal, Record
+
+BATCH_BYTES = 64 << 20
+BATCH_SHARE = 110
+"""The journal's bound: below 1 % of the model with what else is in it, and ``BATCH_BYTES`` for small ones."""
+
+
+def record_bound(model_bytes: int) -> int:
+    """Bytes of one record of the journal, about, for a model of that size."""
+    return max(BATCH_BYTES, model_bytes // BATCH_SHARE)
+
+
+def journal_room(sizes: Sequence[int], bound: int, part_bytes: int) -> int:
+    """Bytes, at most, that the journal takes while tensors of these ``sizes`` in bytes are written.
+
+    ``bound`` and ``part_bytes`` are those of ``records``. Beside the tensors' bytes a record has what it says
+    of each.
+    """
+    total = sum(sizes)
+    # A record ends after the part with which it passes the bound.
+    return min(total, bound + part_bytes) + 200 * len(sizes) + total // 10_000
 
 
 @dataclass
