@@ -369,13 +369,14 @@ class Engine(Protocol):
 class ReplicaAddress:
     """Where a replica answers. ``record`` is its last announcement, if the pool has one; a hint.
 
-    ``headers`` go with every request to it: where many replicas have one URL, they say which.
+    ``headers`` go with every request to it: where many replicas have one URL, they say which; they may be
+    secret.
     """
 
     id: str
     url: str
     record: dict[str, Any] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class Pool(Protocol):

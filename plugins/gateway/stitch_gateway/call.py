@@ -21,7 +21,7 @@ SESSION_HEADERS = ("x-stitch-session", "x-smg-routing-key")
 HEADER_GROUP = "x-stitch-group"
 MOST_COPIES = 1024
 
-# Hop by hop, or no longer true of the body that is sent on.
+# Hop by hop, or no longer true of the body that is sent on; or what lets a client in at Modal, not us.
 _DROPPED = frozenset(
     (
         "accept-encoding",
@@ -31,6 +31,8 @@ _DROPPED = frozenset(
         "expect",
         "host",
         "keep-alive",
+        "modal-key",
+        "modal-secret",
         "te",
         "trailer",
         "transfer-encoding",

@@ -29,6 +29,8 @@ LOADS = "/v1/loads?include=core"
 GARBAGE = (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, TypeError, RecursionError, KeyError)
 # Bytes of a status that are read.
 MOST_STATUS = 1 << 20
+# A token of the gateway's is missing or wrong, at the replica or at what stands before it.
+SHUT = (401, 403)
 
 
 class Fleet:
@@ -151,7 +153,9 @@ class Fleet:
         before = (replica.alive, replica.ready)
         try:
             async with self._get(replica, "/ready") as response:
-                status: Any = json.loads(await _bounded(response))
+                body = await _bounded(response)
+                shut = f"it answered {response.status} to this gateway" if response.status in SHUT else None
+                status: Any = {} if shut else json.loads(body)
                 ready = response.status == 200 and status.get("ready") is True
                 active = int(status.get("active_requests") or 0)
         except (*GARBAGE, OSError) as error:
@@ -164,7 +168,7 @@ class Fleet:
             replica.alive, replica.ready, replica.late = True, ready, 0
             if not replica.tells:
                 replica.others = max(0, active - replica.in_flight)
-            replica.error = None if ready else str(status.get("why_not_ready") or "not ready")
+            replica.error = None if ready else shut or str(status.get("why_not_ready") or "not ready")
             replica.target = _target(status.get("target"))
             self._serves(replica, _version(status.get("run"), status.get("weight_version")))
         if before != (replica.alive, replica.ready):

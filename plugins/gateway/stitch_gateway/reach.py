@@ -70,7 +70,8 @@ class Reach:
         passed = {HEADER_FORWARDED: "1"}
         if "authorization" in headers:
             passed["authorization"] = headers["authorization"]
-        return sum(await asyncio.gather(*(self.one(peer.url, path, body, passed) for peer in found)))
+        posts = (self.one(peer.url, path, body, {**passed, **peer.headers}) for peer in found)
+        return sum(await asyncio.gather(*posts))
 
     def wake(self, constraint: VersionConstraint) -> None:
         """A request waits for this: tell the replicas that may get there to look at the store now."""

@@ -31,7 +31,7 @@ class Replica:
 
     id: str
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may let one in
     alive: bool = False
     ready: bool = False
     serving: PolicyVersion | None = None
