@@ -43,7 +43,7 @@ class Follower:
         self._id = replica_id(settings)
         self._address = settings.address or reachable_url(server_args)
         self._boot = Path(server_args.model_path).resolve()
-        self._scratch = Scratch(settings.host_dir)
+        self._scratch = Scratch(settings.host_dir, self._boot)
         self._clock = SystemClock()
         self._store = BoundedStore(open_store(settings.store), STORE_SECONDS)
         self._stager: StagerProcess | None = None

@@ -59,10 +59,10 @@ class Receiver:
         self._settings = settings
         self._manager = manager
         self._id = replica_id(settings)
-        self._scratch = Scratch(settings.host_dir)
         self._clock = SystemClock()
         self.gate = Gate(self._clock)
         self._boot_dir = Path(server_args.model_path).resolve()
+        self._scratch = Scratch(settings.host_dir, self._boot_dir)
         self._engine = SGLangEngine(manager, settings.destination)
         self._activator = Activator(
             self._engine, self.gate, self._clock,

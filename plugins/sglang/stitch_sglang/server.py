@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, Protocol
 
 from stitch_core import logs
+from stitch_core.files import PosixFiles
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App, Message, Receive, Scope, Send, clean_path, send_json
 from stitch_core.replica.service import ReplicaFailed
+from stitch_core.scratch import temporary_directory
 from stitch_core.versions import check_run_id
 
 from .openai import ChoiceVersions
@@ -25,7 +26,6 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-TMPFS = Path("/dev/shm")
 WARM_UP_SECONDS = 600.0
 
 # Called by SGLang itself once it is warm; it has to do with no weights.
@@ -196,12 +196,19 @@ def reachable_url(server_args: Any) -> str:
 
 
 class Scratch:
-    """The host checkpoint's directory, removed at the end if nobody named one."""
+    """The host checkpoint's directory: the one given, which is kept, or a temporary one.
 
-    def __init__(self, given: Path | None) -> None:
-        self._own = given is None
-        self.path = given or Path(tempfile.mkdtemp(prefix="stitch-", dir=TMPFS if TMPFS.is_dir() else None))
+    A temporary one is in RAM if there is room for what is built from ``boot``, and removed in the end; what a
+    killed server left is removed by the next one that starts here.
+    """
+
+    def __init__(self, given: Path | None, boot: Path) -> None:
+        self._temporary = contextlib.ExitStack()
+        if given is None:
+            path = self._temporary.enter_context(temporary_directory(PosixFiles(), boot)) / "host"
+            logger.info("stitch: the host checkpoint is in %s and ends with this server", path)
+        self.path = given or path
 
     def close(self) -> None:
-        if self._own:
-            shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._temporary.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -156,3 +158,22 @@ async def test_c21_a_pin_that_lasts_does_not_hold_the_others_up(world: World) ->
     old = [o for o in others if o.answers[0]["meta_info"]["weight_version_end"] == head]
     assert len(old) >= 2
     await proven(world.fleet, SLOW, others)
+
+
+async def test_a_killed_replica_that_was_given_no_directory_leaves_none_behind_the_next(world: World) -> None:
+    """The next one that starts on its host removes it; one that is told to end removes its own."""
+    words = (
+        "replica", "--store", world.fleet.store_url, "--run", RUN, "--base", str(world.fleet.boot),
+        "--port", "0", "--poll", "0.3", "--json",
+    )  # fmt: skip
+    hosts: list[Path] = []
+    for number, ends in enumerate((signal.SIGKILL, signal.SIGTERM)):
+        replica = world.fleet.cli(f"nowhere{number}", *words)
+        await caught_up(await replica.url(), world.trainer)
+        hosts.append(Path(replica.stderr().partition("the host checkpoint is in ")[2].split()[0]))
+        assert list(hosts[-1].glob("data-*/*.safetensors"))
+        assert not hosts[0].exists() or number == 0
+        replica.send(ends)
+        await replica.ended()
+    assert hosts[0] != hosts[1]
+    assert not any(host.parent.exists() for host in hosts)
