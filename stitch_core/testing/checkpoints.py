@@ -100,6 +100,8 @@ def _moved(rng: np.random.Generator, tensor: Tensor, density: float) -> bytes:
     if width == 1:
         words[chosen] ^= 1
     else:
-        up = rng.random(words.size) < 0.5
+        # One unit below zero of either sign is no number near it, but a NaN.
+        zero = words & words.dtype.type((1 << (8 * width - 1)) - 1) == 0
+        up = (rng.random(words.size) < 0.5) | zero
         words[chosen] = np.where(up, words + 1, words - 1)[chosen]
     return data.tobytes()
