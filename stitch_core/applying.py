@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .checkpoint import Checkpoint
 from .delta.fold import PlanDeltas, Zones
 from .delta.segments import Segments
-from .delta.sparse_file import SMALL_BYTES, order, width_of
+from .delta.sparse_layout import SMALL_BYTES, order, width_of
 from .delta.stream import PART_BYTES, Read
 from .delta.wire import DeltaError
 from .host_marker import Partials

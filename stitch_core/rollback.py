@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint, CheckpointError
 from .delta.directory import DeltaDirectory
 from .delta.fold import RepresentationInvalid
 from .delta.merge import Changed, compose, merge_deltas, prove_merged
-from .delta.sparse_file import width_of
+from .delta.sparse_layout import width_of
 from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
 from .fulls import describe_full

@@ -14,7 +14,7 @@ from stitch_core.chain import ChainReader
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.compactor import Compactor, Pass
 from stitch_core.delta.encoder import DeltaEncoder
-from stitch_core.delta.sparse_file import width_of
+from stitch_core.delta.sparse_layout import width_of
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.planner import Planner
 from stitch_core.ports import Store, SystemClock

@@ -15,7 +15,7 @@ from typing import Any
 from ..chain import NoHead
 from ..checkpoint import Checkpoint
 from ..compactor import GRACE, Compactor, Made, Pass
-from ..delta.sparse_file import width_of
+from ..delta.sparse_layout import width_of
 from ..files import PosixFiles
 from ..metered import SpanMetrics
 from ..ports import Store, StoreError, SystemClock

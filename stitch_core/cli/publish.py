@@ -14,7 +14,7 @@ from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..delta.encoder import DeltaEncoder
 from ..delta.prove import prove_delta
-from ..delta.sparse_file import width_of
+from ..delta.sparse_layout import width_of
 from ..delta.transcode import sparse_to_xor, xor_to_sparse
 from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles

@@ -20,7 +20,8 @@ from . import wire, xor
 from .directory import prepare_directory, write_delta, write_index
 from .sparse_apply import apply_sparse
 from .sparse_encode import Source, SparseStats, encode_sparse
-from .sparse_file import SparseFile, width_of
+from .sparse_file import SparseFile
+from .sparse_layout import width_of
 from .wire import DeltaError
 
 ENCODINGS = ("xor", "sparse")

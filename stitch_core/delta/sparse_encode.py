@@ -26,7 +26,8 @@ from ..safetensors import ByteArray
 from ..state import tensor_digest
 from .scan import scan
 from .sparse_block import Values, encode_block
-from .sparse_file import SMALL_BYTES, Block, Changed, SparseWriter, order
+from .sparse_layout import SMALL_BYTES, Block, Changed, order
+from .sparse_writer import SparseWriter
 
 BLOCK_BYTES = 4 << 20
 DENSE_BLOCK_BYTES = 1 << 20

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from ..ports import Files
 from .sparse_block import Positions, Values, encode_block
 from .sparse_encode import BLOCK_BYTES, FILE_BYTES, FILE_TENSORS
-from .sparse_file import SMALL_BYTES, Block, Changed, SparseFile, SparseWriter, order
+from .sparse_file import SparseFile
+from .sparse_layout import SMALL_BYTES, Block, Changed, order
+from .sparse_writer import SparseWriter
 from .wire import DeltaError
 
 DENSE = 64

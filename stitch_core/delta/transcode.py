@@ -20,8 +20,10 @@ from .fold import open_delta
 from .scan import scan
 from .sparse_block import encode_block
 from .sparse_encode import BLOCK_BYTES, FILE_BYTES
-from .sparse_file import Block, Changed, SparseFile, SparseWriter, order
+from .sparse_file import SparseFile
+from .sparse_layout import Block, Changed, order
 from .sparse_merge import cut_blocks, split_files
+from .sparse_writer import SparseWriter
 from .wire import LEVEL, DeltaError, FrameReader, content_size
 
 SHARD_BYTES = 256 << 20

@@ -11,7 +11,7 @@ from ..anchors import Anchors
 from ..chain import ChainReader, NoHead
 from ..checkpoint import Checkpoint
 from ..compactor import Compactor
-from ..delta.sparse_file import width_of
+from ..delta.sparse_layout import width_of
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
 from ..manifest import canonical_json

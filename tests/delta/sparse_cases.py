@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stitch_core.delta.sparse_encode import Source, encode_sparse
-from stitch_core.delta.sparse_file import Changed, SparseFile
+from stitch_core.delta.sparse_file import SparseFile
+from stitch_core.delta.sparse_layout import Changed
 from stitch_core.files import PosixFiles
 from stitch_core.safetensors import as_bytes
 from stitch_core.state import tensor_digest

@@ -13,8 +13,10 @@ from stitch_core.delta.scan import scan
 from stitch_core.delta.sparse_apply import apply_sparse
 from stitch_core.delta.sparse_block import MAX_BLOCK_BYTES, decode_block, encode_block
 from stitch_core.delta.sparse_encode import TASK_BYTES, Source, encode_sparse
-from stitch_core.delta.sparse_file import Block, Changed, SparseFile, SparseWriter, width_of
+from stitch_core.delta.sparse_file import SparseFile
+from stitch_core.delta.sparse_layout import Block, Changed, width_of
 from stitch_core.delta.sparse_merge import invert_sparse, merge_sparse
+from stitch_core.delta.sparse_writer import SparseWriter
 from stitch_core.delta.wire import DeltaError
 from stitch_core.state import ITEM_BITS, tensor_digest
 

@@ -11,7 +11,9 @@ import pytest
 import xxhash
 
 from stitch_core.delta.sparse_block import MAX_BLOCK_BYTES, decode_block, encode_block
-from stitch_core.delta.sparse_file import Block, Changed, SparseFile, SparseWriter
+from stitch_core.delta.sparse_file import SparseFile
+from stitch_core.delta.sparse_layout import Block, Changed
+from stitch_core.delta.sparse_writer import SparseWriter
 from stitch_core.delta.wire import DeltaError, compress
 from stitch_core.files import PosixFiles
 from stitch_core.state import tensor_digest

@@ -10,7 +10,7 @@ from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, apply_deltas, write_delta, xor
 from stitch_core.delta.merge import merge_deltas, prove_merged
 from stitch_core.delta.sparse_encode import BLOCK_BYTES
-from stitch_core.delta.sparse_file import width_of
+from stitch_core.delta.sparse_layout import width_of
 from stitch_core.delta.transcode import sparse_to_xor, xor_to_sparse
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles

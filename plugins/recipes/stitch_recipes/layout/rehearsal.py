@@ -15,7 +15,7 @@ from stitch_core import checkpoint as core
 from stitch_core.anchors import Anchors
 from stitch_core.chain import ChainReader
 from stitch_core.compactor import Compactor
-from stitch_core.delta.sparse_file import width_of
+from stitch_core.delta.sparse_layout import width_of
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from stitch_core.lineage import NoPlan
