@@ -568,6 +568,7 @@ def test_C16_the_journal_reaches_beyond_4_GiB(tmp_path: Path) -> None:
     assert path.stat().st_size == big
 
 
+@pytest.mark.slow
 def test_two_hundred_small_versions(host: HostCheckpoint, tmp_path: Path) -> None:
     run = RunBuilder(tmp_path / "many", FILES, layout={f"t{i}": ("BF16", (20,)) for i in range(26)}, shards=1)
     host.seed(run.boot, run.versions[0])

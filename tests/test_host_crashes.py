@@ -19,6 +19,7 @@ from stitch_core.testing.runs import RunBuilder
 from stitch_core.testing.sim_files import SimulatedMachine
 
 ROOT = Path("/host")
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 60))]
 LAYOUT: dict[str, tuple[str, tuple[int, ...]]] = {
     "a": ("BF16", (40,)), "b": ("F32", ()), "c/ü": ("U8", (30,)), "d": ("BF16", (0, 2)),
 }  # fmt: skip
@@ -126,7 +127,8 @@ def seeded(seed: int, batch_bytes: int, part_bytes: int = PART_BYTES) -> World:
 @pytest.mark.parametrize(
     ("batch_bytes", "part_bytes"),
     [
-        (1, PART_BYTES), (100, PART_BYTES), (1 << 20, PART_BYTES),
+        pytest.param(1, PART_BYTES, marks=pytest.mark.slow), (100, PART_BYTES),
+        pytest.param(1 << 20, PART_BYTES, marks=pytest.mark.slow),
         pytest.param(1, 16, marks=pytest.mark.slow), pytest.param(60, 16, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -202,7 +204,7 @@ def test_a_crash_at_every_change_of_a_seed(host_crash: bool) -> None:
     raise AssertionError("the seed never ended")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_crash_after_crash_also_while_recovering(seed: int) -> None:
     random = Random(seed)
     world = seeded(seed, random.choice([1, 100, 1 << 20]), random.choice([16, PART_BYTES]))
@@ -223,7 +225,7 @@ def test_crash_after_crash_also_while_recovering(seed: int) -> None:
     world.arrive(plan)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_disk_that_is_full_now_and_then(seed: int) -> None:
     random = Random(seed)
     part_bytes = random.choice([16, PART_BYTES])

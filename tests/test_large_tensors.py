@@ -54,8 +54,8 @@ def segmented(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("batch_bytes", [1000, None])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("batch_bytes", [pytest.param(1000, marks=pytest.mark.slow), None])
 def test_every_encoding_in_one_pass_and_back(
     tmp_path: Path, run: RunBuilder, segmented: bool, workers: int, batch_bytes: int | None
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,3 +86,21 @@ class Shell:
         """(number, epoch)"""
         run = self("status", "--store", self.store, "--run", "r", "--json").json["runs"][0]
         return run["head"], run["epoch"]
+
+
+_BUILT: dict[str, tuple[Path, Any]] = {}
+
+
+def built_once(shell: Shell, kept: pytest.TempPathFactory, build: Callable[[Shell], object]) -> Shell:
+    """``shell`` as ``build`` (a module's own function) makes it; after the first time a copy of that."""
+    name = f"{build.__module__}.{build.__name__}"
+    if name not in _BUILT:
+        build(shell)
+        directory = kept.mktemp("built") / "copy"
+        shutil.copytree(shell.root, directory)
+        _BUILT[name] = directory, copy.deepcopy((shell.tensors, shell._rng))
+    else:
+        directory, rest = _BUILT[name]
+        shutil.copytree(directory, shell.root, dirs_exist_ok=True)
+        shell.tensors, shell._rng = copy.deepcopy(rest)
+    return shell

@@ -13,21 +13,24 @@ import pytest
 from stitch_core.cli import anchor
 from stitch_core.cli.gc import duration
 from stitch_core.cli.main import build_parser
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, built_once
 
 
 def options(shell: Shell) -> list[object]:
     return ["--store", shell.store, "--run", "r"]
 
 
-@pytest.fixture
-def run(shell: Shell) -> Shell:
-    """Versions 1 to 3, all deltas."""
+def build(shell: Shell) -> None:
     shell.claim()
     for i in range(3):
         shell.publish(shell.learn(f"v{i + 1}"), "--as-delta")
     assert shell.head()[0] == 3
-    return shell
+
+
+@pytest.fixture
+def run(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Versions 1 to 3, all deltas."""
+    return built_once(shell, tmp_path_factory, build)
 
 
 def files(shell: Shell, below: str) -> list[str]:

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, built_once
 
 
-@pytest.fixture
-def run(shell: Shell) -> Shell:
-    """Versions 1 to 5, all deltas."""
+def build(shell: Shell) -> None:
     shell.claim()
     for i in range(5):
         shell.publish(shell.learn(f"v{i + 1}"), "--as-delta")
-    return shell
+
+
+@pytest.fixture
+def run(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Versions 1 to 5, all deltas."""
+    return built_once(shell, tmp_path_factory, build)
 
 
 def spans(shell: Shell) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from stitch_core.cli.common import SCRATCH
 from stitch_core.files import PosixFiles
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, built_once
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +19,16 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PosixFiles, "sync", lambda self, path: None)
 
 
-@pytest.fixture
-def run(shell: Shell) -> Shell:
-    """Versions 1 to 3, all deltas."""
+def build(shell: Shell) -> None:
     shell.claim("--channel", "latest")
     for number in range(1, 4):
         assert shell.publish(shell.learn(f"v{number}"), "--as-delta").code == 0
-    return shell
+
+
+@pytest.fixture
+def run(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Versions 1 to 3, all deltas."""
+    return built_once(shell, tmp_path_factory, build)
 
 
 def test_inspect_of_a_version_that_a_rollback_made_was_a_traceback(run: Shell) -> None:

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.testing.checkpoints import write_checkpoint
-from tests.cli.commands import Said, Shell
+from tests.cli.commands import Said, Shell, built_once
 from tests.small_run import FILES
 
-BUILT: dict[str, Any] = {}
+
+def build(shell: Shell) -> None:
+    shell.claim("--channel", "latest")
+    write_checkpoint(shell.root / "v0", FILES, shell.tensors)
+    for number in range(1, 5):
+        shell.publish(shell.learn(f"v{number}"), "--as-delta")
 
 
 @pytest.fixture
 def run(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """A run with versions 1 to 4 as deltas; their weights are checkpoints v0 to v4. Built once."""
-    if not BUILT:
-        shell.claim("--channel", "latest")
-        write_checkpoint(shell.root / "v0", FILES, shell.tensors)
-        for number in range(1, 5):
-            shell.publish(shell.learn(f"v{number}"), "--as-delta")
-        BUILT["root"] = tmp_path_factory.mktemp("built") / "copy"
-        BUILT["rest"] = copy.deepcopy((shell.tensors, shell._rng))
-        shutil.copytree(shell.root, BUILT["root"])
-    else:
-        shutil.copytree(BUILT["root"], shell.root, dirs_exist_ok=True)
-        shell.tensors, shell._rng = copy.deepcopy(BUILT["rest"])
-    return shell
+    """A run with versions 1 to 4 as deltas; their weights are checkpoints v0 to v4."""
+    return built_once(shell, tmp_path_factory, build)
 
 
 def stitch(shell: Shell, *words: object) -> Said:

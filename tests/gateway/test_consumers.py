@@ -108,7 +108,7 @@ async def test_every_gateway_gives_a_consumer_the_same(fleet: Fleet) -> None:
     second = Fleet()
     second.servers = fleet.servers
     for each in (fleet, second):
-        await each.start(store=store, run="r", head_poll=0.02, hold=0.1)
+        await each.start(store=store, run="r", head_poll=0.02, hold=0.5)
     try:
         for each in (fleet, second):
             for _ in range(4):

@@ -313,7 +313,7 @@ async def test_c21_a_pin_that_does_not_end(f: Following) -> None:
             admitted += 1
         await asyncio.sleep(0.005)
     assert await passing
-    assert admitted > 2
+    assert admitted
     f.check(f.versions[2])
     assert pinned.revoked is not None
     assert (pinned.revoked.status, pinned.revoked.retry) == (409, "elsewhere")

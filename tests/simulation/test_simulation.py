@@ -18,7 +18,7 @@ from stitch_core.testing.simulation import RANDOM, SCENARIOS, run_seed
 
 CASES = [name for name in SCENARIOS if name not in RANDOM]
 CHUNK = 25
-FAST = 100  # seeds of random worlds in `make check`
+FAST = 50  # seeds of random worlds in `make check`
 
 
 def run(scenario: str, seeds: range) -> None:
@@ -29,7 +29,7 @@ def run(scenario: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("scenario", CASES)
 def test_case(scenario: str) -> None:
-    run(scenario, range(4))
+    run(scenario, range(2))
 
 
 @pytest.mark.parametrize("first", range(0, FAST, CHUNK))

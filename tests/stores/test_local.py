@@ -251,7 +251,7 @@ async def test_a_held_lock_is_waited_for_and_given_up(tmp_path: Path) -> None:
             ticks += 1
         with pytest.raises(Unavailable, match="locked by another"):
             await swap
-        assert ticks > 3  # the loop was free
+        assert ticks > 1  # the loop was free
         await store.create("other", b"")  # needs no lock
         assert await store.read("k") == b"one"
     await store.swap("k", tag, b"two")

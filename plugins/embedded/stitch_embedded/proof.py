@@ -270,7 +270,6 @@ def _weights(
     run: RunFile, directory: Path, scratch: Path, wanted: set[int], config: ModelConfig, dtype: torch.dtype
 ) -> Generator[tuple[str, dict[str, Tensor]], None, None]:
     """(number, all tensors) of the wanted versions, oldest first, rebuilt and verified as a replica does."""
-    loop = asyncio.new_event_loop()
     store = open_store(run.store_url(directory))
     files = PosixFiles()
     host = HostCheckpoint(scratch, files)
@@ -278,6 +277,7 @@ def _weights(
         store, ChainReader(store), host, directory / run.boot, files=files, clock=SystemClock(),
         rng=random.Random(0), run_blocking=_inline, activity=lambda _: None,
     )  # fmt: skip
+    loop = asyncio.new_event_loop()  # nothing may fail between it and what closes it
     try:
         tensors: dict[str, Tensor] = {}
         before: dict[str, str] = {}
