@@ -11,6 +11,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from .. import logs, plugins
 from ..chain import NoHead
@@ -66,7 +67,13 @@ def _add_missing(commands: Commands, name: str, why: str) -> None:
     async def run(_: argparse.Namespace) -> int:
         raise UsageError(why)
 
-    add_command(commands, name, run, f"not installed: {why}", why)
+    parser = add_command(commands, name, run, f"not installed: {why}", why)
+    stock = parser.parse_known_args
+
+    def known(*arguments: Any) -> tuple[Any, list[str]]:
+        return stock(*arguments)[0], []  # what is missing is told, whatever was asked of it
+
+    parser.parse_known_args = known  # type: ignore[method-assign,assignment]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

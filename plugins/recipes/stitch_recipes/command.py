@@ -1,15 +1,20 @@
 """``stitch recipe``: runs to copy, checked and rendered.
 
-pydantic takes a moment to import: only the actions do, not every `stitch`.
+pydantic takes a moment to import: only the actions do, not every `stitch`, which looks whether it is there.
 """
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 
 from stitch_core.cli.common import Commands, add_command, add_group, emit, table
 
 from . import check_command, profile_command, render_command
+
+for _name in ("pydantic", "yaml"):
+    if find_spec(_name) is None:
+        raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
 
 
 def add_parser(commands: Commands) -> None:
