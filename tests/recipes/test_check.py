@@ -33,8 +33,9 @@ def test_a_recipe_has_no_problems(name: str) -> None:
     assert problems(catalogue.load(name)) == []
 
 
-AIR, FLASH, GLM, KIMI, K3 = (
+AIR, FLASH, GLM, KIMI, K3, QWEN = (
     "glm-4.5-air/fp8", "glm-4.7-flash/code", "glm-5.2/nvfp4", "kimi-k2.6/nvfp4", "kimi-k3/mxfp4-serve",
+    "qwen3-235b-a22b/slime",
 )  # fmt: skip
 
 
@@ -52,6 +53,31 @@ AIR, FLASH, GLM, KIMI, K3 = (
         (K3, "engine/disk_gib", 512, "engine.disk_gib: 512 GiB, but canonical"),
         (K3, "engine/gpus", 4, "engine.gpus: 4, but the image's size is known for 8 ranks"),
         (AIR, "trainer/revision", "main", "trainer.revision: no flags of miles main are known"),
+        (AIR, "trainer/revision", "31f1ca961", "trainer.revision: 31f1ca961: a server gives a commit by all"),
+        (AIR, "trainer/flags/tensor-model-parallel-size", 0, "trainer.flags: parallel sizes are at least 1"),
+        (AIR, "trainer/environment/PYTHONPATH", "/x", "trainer.environment.PYTHONPATH: it follows from"),
+        (AIR, "trainer/data", {}, "trainer.data: flags name {data}/dapo-math-17k/dapo-math-17k.jsonl"),
+        (AIR, "trainer/flags/prompt-data", "/x", "trainer.data.dapo-math-17k/dapo-math-17k.jsonl: no flag"),
+        (FLASH, "trainer/environment/AGENT_SERVER_URL", "x", "trainer.asks.AGENT_SERVER_URL: trainer.env"),
+        (
+            AIR,
+            "checkpoints/fp8-block/prepared/command",
+            "x {source}",
+            "checkpoints.fp8-block.prepared.command",
+        ),
+        (
+            AIR,
+            "engine/gpus",
+            4,
+            "engine.gpus: 4 parts of model.layers.N.mlp.gate_proj.weight, of 10944, are no",
+        ),
+        (AIR, "checkpoints/fp8-block/group_size", None, "engine.gpus: 2 parts of"),
+        (
+            QWEN,
+            "engine/gpus",
+            8,
+            "engine.gpus: 8 parts of model.layers.N.mlp.experts.N.gate_proj.weight, of 1536",
+        ),
         (AIR, "trainer/model_script", "glm9", "trainer.model_script: miles 31f1ca961 has no glm9"),
         (AIR, "trainer/flags/rollout-external", True, "trainer.flags.rollout-external: it follows from"),
         (AIR, "trainer/flags/expert-model-parallel-size", 6, "trainer.flags.expert-model-parallel-size: 4 x"),

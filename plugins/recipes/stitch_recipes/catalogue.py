@@ -20,6 +20,8 @@ from .errors import RecipeError, describe
 from .schema import Recipe
 
 SHARED = "blocks.toml"
+LARGEST = 4 << 20
+"""Bytes of a file that is read."""
 
 
 def home() -> Path:
@@ -39,13 +41,19 @@ def load(name: str) -> Recipe:
     if not file:
         raise RecipeError(f"{name!r} is not <model>/<recipe>; there are: {', '.join(names())}")
     path = Path(file) if file.endswith(".toml") else home() / "models" / f"{file}.toml"
+    if file.endswith(".toml") and not path.is_file():
+        raise RecipeError(f"{path}: there is no such file")
     if not path.is_file():
         raise RecipeError(f"there is no recipe {name}; there are: {', '.join(names())}")
-    document = _read(path)
-    recipes = document.get("recipes", {})
+    return of_document(read_toml(path), read_toml(home() / SHARED), table, path)
+
+
+def of_document(document: Mapping[str, Any], shared: Mapping[str, Any], table: str, path: Path) -> Recipe:
+    """The recipe ``table`` of a model's file that was read from ``path``. Raises RecipeError."""
+    recipes = _tables(document, "recipes", str(path))
     if table not in recipes:
-        raise RecipeError(f"{path} has no recipe {table!r}; it has: {', '.join(recipes)}")
-    composed = compose(document, _read(home() / SHARED), table, str(path))
+        raise RecipeError(f"{path} has no recipe {table!r}; it has: {', '.join(recipes) or 'none'}")
+    composed = compose(document, shared, table, str(path))
     try:
         return Recipe.model_validate({**composed, "name": f"{path.stem}/{table}"})
     except ValidationError as error:
@@ -57,9 +65,10 @@ def compose(document: Mapping[str, Any], shared: Mapping[str, Any], table: str, 
     unknown_keys = set(document) - {"model", "checkpoints", "blocks", "recipes"}
     if unknown_keys:
         raise RecipeError(f"{where}: {', '.join(sorted(unknown_keys))}: no such table in a model's file")
-    blocks = {**shared.get("blocks", {}), **document.get("blocks", {})}
+    blocks = {**_tables(shared, "blocks", SHARED), **_tables(document, "blocks", where)}
     base: dict[str, Any] = {key: document[key] for key in ("model", "checkpoints") if key in document}
-    return merged(base, _expanded(document["recipes"][table], blocks, f"{where} [recipes.{table}]", ()))
+    own = _tables(document, "recipes", where)[table]
+    return merged(base, _expanded(own, blocks, f"{where} [recipes.{table}]", ()))
 
 
 def _expanded(
@@ -67,7 +76,10 @@ def _expanded(
 ) -> dict[str, Any]:
     """A recipe or a block with all blocks that it uses below it."""
     tree: dict[str, Any] = {}
-    for name in own.get("uses", []):
+    uses = own.get("uses", [])
+    if not isinstance(uses, list) or not all(isinstance(name, str) for name in uses):
+        raise RecipeError(f"{where}: uses = {uses!r}: a list of names of blocks is meant")
+    for name in uses:
         if name not in blocks or name in above:
             raise RecipeError(f"{where} uses {name!r}: " + ("itself" if name in above else "no such block"))
         tree = merged(tree, _expanded(blocks[name], blocks, f"{where} > {name}", (*above, name)))
@@ -84,13 +96,29 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _names(file: Path) -> Iterator[str]:
-    return (f"{file.stem}/{table}" for table in _read(file).get("recipes", {}))
+    return (f"{file.stem}/{table}" for table in _tables(read_toml(file), "recipes", str(file)))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _tables(document: Mapping[str, Any], key: str, where: str) -> dict[str, dict[str, Any]]:
+    """Tables by name, which may be left out. Raises RecipeError for anything else there."""
+    tables = document.get(key, {})
+    if not isinstance(tables, dict):
+        raise RecipeError(f"{where}: {key} = {tables!r}: tables [{key}.NAME] are meant")
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise RecipeError(f"{where}: {key}.{name} = {table!r}: a table is meant")
+    return tables
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A document, with or without the mark that some editors put first. Raises RecipeError with the file."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise RecipeError(f"{path}: more than {LARGEST >> 20} MiB, which is no recipe")
+        return tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise RecipeError(f"{path}: {error}") from error

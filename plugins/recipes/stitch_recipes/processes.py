@@ -23,12 +23,14 @@ CONFIG = "stitch.yaml"
 class Process:
     """A program, its arguments and what it adds to its environment.
 
-    On several ``nodes`` it runs on each at once, with NODE_RANK and MASTER_ADDR.
+    On several ``nodes`` it runs on each at once, with NODE_RANK and MASTER_ADDR. One that ``converts`` needs
+    the trainer's GPUs.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     nodes: int = 1
+    converts: bool = False
 
     def shell(self) -> str:
         """As one line of a POSIX shell."""

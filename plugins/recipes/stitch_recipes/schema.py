@@ -6,6 +6,7 @@ and ``unknown`` says why. Where a number comes from is a comment beside it in th
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -18,7 +19,11 @@ FlagValue = bool | int | float | str | list[str | int]
 Flags = dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9_-]*$")], FlagValue]
 """Flags by name without the dashes."""
 
-Environment = dict[Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")], str]
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""All of a commit's digits: a server gives none by a shorter name."""
+
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
+Environment = dict[Variable, str]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
 
@@ -58,7 +63,9 @@ class Checkpoint(Part):
     not_quantized: list[str] = Field(
         [], description="regular expressions of modules that stay in BF16, beside those of the quantization"
     )
-    group_size: Positive | None = Field(None, description="of int4-packed: inputs that share a scale")
+    group_size: Positive | None = Field(
+        None, description="inputs that share a scale: of int4-packed; of fp8-block128, if not 128 by 128"
+    )
     immutable: list[str] = Field([], description="prefixes of tensors that training never changes")
     bytes_checked: bool = Field(
         False, description="the layout gives canonical_gb to its last digit, and tensors where it is known"
@@ -83,11 +90,22 @@ class Conversion(Part):
     environment: Environment = {}
 
 
+class Data(Part):
+    """A file that the trainer reads, below the site's directory of data."""
+
+    what: str
+    command: str | None = Field(
+        None, description="a shell command of the trainer's image that writes {target}; None: a user makes it"
+    )
+
+
 class Trainer(Part):
-    """The training side. Flags that Stitch needs are added by commands.py and are not here."""
+    """The training side. Flags that Stitch needs are added by training.py and are not here."""
 
     framework: Literal["miles", "slime"]
-    revision: str = Field(description="a commit of the framework's main branch, or a release of miles-rl")
+    revision: str = Field(
+        description="a commit of the framework's main branch, 40 hex digits, or a release of miles-rl"
+    )
     script: Literal["train.py", "train_async.py"] = "train_async.py"
     model_script: str = Field(description="the framework's own Megatron arguments, scripts/models/<this>")
     checkpoint: Name = Field(description="the checkpoint that is trained from")
@@ -106,6 +124,13 @@ class Trainer(Part):
         {}, description="the run's own functions, which Stitch's call (stitch_inner_generate, ..._rollout)"
     )
     environment: Environment = {}
+    asks: dict[Variable, str] = Field(
+        {}, description="variables that only a site can know, and what each says"
+    )
+    modules: list[str] = Field(
+        [], description="directories of the framework's repository with modules that flags name"
+    )
+    data: dict[str, Data] = Field({}, description="by path, as flags name it after {data}/")
 
 
 class Engine(Part):

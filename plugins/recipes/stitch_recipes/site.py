@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from .catalogue import read_toml
 from .errors import RecipeError, describe
-from .schema import Part
+from .schema import Environment, Part
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Secret = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
@@ -41,10 +41,16 @@ class Site(Part):
     )
     secrets: list[Secret] = Field(
         [],
-        description="names of secrets that hold the store's keys and tokens, never their values: of "
-        "Kubernetes or Modal; ssh: of files ~/.config/stitch/NAME.env on every host",
+        description="names of secrets that hold the store's keys and tokens, such as HF_TOKEN, never their "
+        "values: of Kubernetes or Modal; ssh: of files ~/.config/stitch/NAME.env on every host",
     )
-    package: Word = Field("stitch-rl", description="what pip installs on the stock images")
+    environment: Environment = Field(
+        {}, description="variables of the trainer: what the recipe asks for, or what replaces its own"
+    )
+    package: Word = Field(
+        "stitch-rl",
+        description="what pip installs on the stock images: a release, git+https://..., or a file there",
+    )
     trainer_image: Word | None = Field(
         None, description="an image that has Stitch, in place of the framework's own"
     )
@@ -95,11 +101,7 @@ def read_site(path: Path | None) -> Site:
     if path is None:
         return Site.model_validate({})
     try:
-        return Site.model_validate(tomllib.loads(path.read_text("utf-8")))
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RecipeError(f"{path}: {error}") from error
+        return Site.model_validate(read_toml(path))
     except ValidationError as error:
         raise RecipeError(describe(str(path), error)) from error
 

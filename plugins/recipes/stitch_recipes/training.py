@@ -15,17 +15,17 @@ from .site import Site
 HOME = {"slime": "/root/slime", "miles": "/root/miles"}
 MEGATRON = "/root/Megatron-LM"
 
-# The framework's own Megatron arguments: in Miles a function makes them, in slime a script sets an array.
+# The framework's own Megatron arguments: in Miles a program prints them, in slime a script sets an array.
 ARGUMENTS = {
     "slime": 'source "scripts/models/{script}.sh"',
-    "miles": "set -f; MODEL_ARGS=($(python3 -c 'import runpy, sys; "
-    'print(runpy.run_path(sys.argv[1])["model_args"]())\' "scripts/models/{script}.py"))',
+    "miles": 'made="$(python3 miles/utils/external_utils/model_args_utils.py "{script}")" && '
+    'read -ra MODEL_ARGS <<<"$made"',
 }
 
 
 def prepare(recipe: Recipe, site: Site) -> list[Process]:
-    """What makes the recipe's checkpoints, in order: downloads, conversions, Megatron's own format."""
-    steps: list[Process] = []
+    """What makes the recipe's files, in order: prompts, downloads, conversions, Megatron's own format."""
+    steps = _data(recipe.trainer, site) if recipe.trainer else []
     wanted = {recipe.serve} | ({recipe.trainer.checkpoint} if recipe.trainer else set())
     for name in _in_order(recipe, wanted):
         target = directory(recipe, site, name)
@@ -37,11 +37,10 @@ def prepare(recipe: Recipe, site: Site) -> list[Process]:
             )
         elif checkpoint.prepared is not None:
             source = directory(recipe, site, checkpoint.prepared.of)
-            command = checkpoint.prepared.command.format(
-                source=shlex.quote(source), target=shlex.quote(target)
-            )
+            command = checkpoint.prepared.command.replace("{source}", shlex.quote(source))
+            command = command.replace("{target}", shlex.quote(target)).strip()
             environment = recipe.trainer.environment if recipe.trainer else {}
-            steps.append(Process(("bash", "-c", command.strip()), environment))
+            steps.append(Process(("bash", "-c", command), environment, converts=True))
     if recipe.trainer is not None and not _bridge(recipe.trainer):
         steps.append(_megatron_checkpoint(recipe, recipe.trainer, site))
     return steps
@@ -50,7 +49,8 @@ def prepare(recipe: Recipe, site: Site) -> list[Process]:
 def trainer(recipe: Recipe, site: Site, gateway: str, configuration: str) -> Process:
     """The training loop, to be run as a job of Ray on the trainer's nodes.
 
-    ``gateway`` is the gateway's host, ``configuration`` the directory with stitch.yaml and its files.
+    ``gateway`` is the gateway's host, ``configuration`` the directory with stitch.yaml and its files. Raises
+    RecipeError for a recipe that only serves, and for variables that the site lacks.
     """
     chosen = recipe.trainer
     if chosen is None:
@@ -66,7 +66,23 @@ def trainer(recipe: Recipe, site: Site, gateway: str, configuration: str) -> Pro
         **{name: f"{configuration}/{name}.yaml" for name in chosen.files},
     }
     words = flags(every)
-    return Process(("bash", "-c", script, "trainer", *words), {"PYTHONPATH": MEGATRON, **chosen.environment})
+    return Process(("bash", "-c", script, "trainer", *words), environment(recipe, site))
+
+
+def environment(recipe: Recipe, site: Site) -> dict[str, str]:
+    """Of the trainer's processes. Raises RecipeError for variables that the site has to give."""
+    chosen = recipe.trainer
+    if chosen is None:
+        return {}
+    lacks = [f"{name}: {what}" for name, what in chosen.asks.items() if name not in site.environment]
+    if lacks:
+        raise RecipeError(f"{recipe.name} needs variables in the site's environment: {'; '.join(lacks)}")
+    return {**_paths(chosen), **chosen.environment, **site.environment}
+
+
+def _paths(chosen: Trainer) -> dict[str, str]:
+    places = [MEGATRON, *(f"{HOME[chosen.framework]}/{place}" for place in chosen.modules)]
+    return {"PYTHONPATH": ":".join(places)}
 
 
 def placement(recipe: Recipe, chosen: Trainer, site: Site) -> Flags:
@@ -117,6 +133,8 @@ def stitch(recipe: Recipe, chosen: Trainer, gateway: str, configuration: str) ->
         if chosen.flags.get("fully-async")
         else {"rollout-function-path": f"{name}.rollout.StitchRolloutFn"}
     )
+    if chosen.flags.get("use-session-server"):
+        own["session-sample-postprocessor-path"] = f"{name}.session.postprocess"
     return (
         common
         | own
@@ -165,8 +183,23 @@ def _megatron_checkpoint(recipe: Recipe, chosen: Trainer, site: Site) -> Process
         "tools/convert_hf_to_torch_dist.py", *flags(conversion.flags),
         "--hf-checkpoint", source, "--save", f"{source}-megatron",
     )  # fmt: skip
-    environment = {"PYTHONPATH": MEGATRON, **chosen.environment, **conversion.environment}
-    return Process(("bash", "-c", script, "convert", *words), environment, conversion.nodes)
+    environment = {**_paths(chosen), **chosen.environment, **conversion.environment}
+    return Process(("bash", "-c", script, "convert", *words), environment, conversion.nodes, converts=True)
+
+
+def _data(chosen: Trainer, site: Site) -> list[Process]:
+    """Files for the trainer, each whole or not there; what a user makes is looked for first of all."""
+    steps = []
+    for name, data in sorted(chosen.data.items(), key=lambda item: item[1].command is not None):
+        target = f"{site.data}/{name}"
+        if data.command is None:
+            script = """[[ -e $1 ]] || { printf '%s is not there: %s\\n' "$@" >&2; exit 1; }"""
+            steps.append(Process(("bash", "-c", script, "data", target, data.what)))
+        else:
+            made = data.command.strip().replace("{target}", '"$1.new"')
+            script = f'set -e; [[ ! -e $1 ]] || exit 0\nmkdir -p "$(dirname "$1")"\n{made}\nmv "$1.new" "$1"'
+            steps.append(Process(("bash", "-c", script, "data", target)))
+    return steps
 
 
 def _in_order(recipe: Recipe, wanted: set[str]) -> list[str]:

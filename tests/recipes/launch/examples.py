@@ -38,6 +38,7 @@ def site_for(recipe: Recipe, **fields: Any) -> Site:
         "secrets": ["store-keys"],
         "hosts": [f"me@train-{i}" for i in range(nodes)],
         "replicas": ["me@serve-0", "me@serve-0", "me@serve-1"],
+        "environment": dict.fromkeys(recipe.trainer.asks, "agents") if recipe.trainer else {},
     }
     return Site.model_validate(given | fields)
 

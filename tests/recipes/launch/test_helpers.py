@@ -46,8 +46,9 @@ def test_the_gate_says_what_it_saw_and_fails_in_time(
 
 def test_a_step_that_was_done_is_not_done_again_and_one_that_failed_is(tmp_path: Path) -> None:
     recipe = catalogue.load("qwen3-4b/slime")
+    script = f"echo once >> {tmp_path}/log; [[ -e {tmp_path}/good ]]"
     step = once(
-        Process(("bash", "-c", f"echo once >> {tmp_path}/log; [[ -e {tmp_path}/good ]]", "a b", "c'd")),
+        Process(("bash", "-c", script, "a b", "c'd"), converts=True),
         site_for(recipe, models=str(tmp_path / "models")),
     )
 
@@ -69,7 +70,7 @@ def test_a_step_of_several_nodes_is_done_when_it_is_on_all(tmp_path: Path) -> No
     """If one node alone had it to do again, it would wait for the others for ever."""
     argv = ["bash", "-c", f"echo $NODE_RANK >> {tmp_path}/log; [[ $NODE_RANK == 0 || -e {tmp_path}/good ]]"]
     site = site_for(catalogue.load("qwen3-4b/slime"), models=str(tmp_path))
-    step = once(Process(tuple(argv), {}, 2), site)
+    step = once(Process(tuple(argv), {}, 2, converts=True), site)
 
     def run(node: int) -> int:
         path = {"PYTHONPATH": ":".join(filter(None, sys.path)), "NODE_RANK": str(node)}

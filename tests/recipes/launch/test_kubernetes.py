@@ -204,6 +204,29 @@ def test_a_conversion_of_several_nodes_meets_and_the_trainer_waits_for_it() -> N
     assert "convert_hf_to_torch_dist" not in str(prepared)
 
 
+def test_a_conversion_has_room_where_its_ranks_meet() -> None:
+    """A container has 64 MB of /dev/shm, of which NCCL takes more."""
+    job = one(manifests(catalogue.load("glm-4.5-air/fp8")), "Job", "math-prepare")
+    steps = job["spec"]["template"]["spec"]["initContainers"]
+    converting = [step for step in steps if "resources" in step]
+    assert len(converting) == 2
+    for step in steps:
+        mounted = {mount["mountPath"] for mount in step["volumeMounts"]}
+        assert mounted == {"/models", "/data"} | ({"/dev/shm"} if step in converting else set())
+
+
+def test_agents_reach_the_session_server_of_the_trainers_head() -> None:
+    recipe = catalogue.load("glm-4.7-flash/code")
+    documents = manifests(recipe)
+    service = one(documents, "Service", "math-sessions")["spec"]
+    assert recipe.trainer is not None
+    assert [service["ports"][0]["port"]] == recipe.trainer.flags["session-server-port"]
+    head = one(documents, "RayJob", "math-train")["spec"]["rayClusterSpec"]["headGroupSpec"]
+    selected = {**head["template"]["metadata"]["labels"], "ray.io/node-type": "head"}
+    assert service["selector"] == selected
+    assert "math-sessions" not in str(manifests(catalogue.load("glm-4.5-air/fp8")))
+
+
 def several_nodes() -> tuple[Recipe, list[processes.Process]]:
     """A recipe whose checkpoint one node cannot convert."""
     recipe = catalogue.load("glm-5.2/nvfp4")

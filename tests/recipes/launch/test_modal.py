@@ -104,6 +104,7 @@ def test_preparing_is_an_app_of_its_own_that_starts_no_replica(tmp_path: Path, l
     assert recipe.trainer is not None
     assert (app.app.name, app.preparing.name) == ("math", "math-prepare")
     assert app.download.info().gpus == []
+    assert volumes(app.download.info()) == {"/models": "models", "/data": "data"}
     assert app.convert.info().gpus == [(recipe.trainer.gpu, recipe.trainer.gpus_per_node)]
     assert volumes(app.claim.info()) == {"/models": "models", "/stitch-store": "versions"}
     assert [f.app.name for f in (app.download, app.convert, app.claim, app.ready)] == [
@@ -132,6 +133,9 @@ def test_housekeeping_comes_by_the_clock(tmp_path: Path, loaded: list[str]) -> N
 def test_a_recipe_that_only_serves_has_no_trainer(tmp_path: Path, loaded: list[str]) -> None:
     app = app_of(catalogue.load("kimi-k3/mxfp4-serve"), tmp_path, loaded)
     assert not hasattr(app, "train")
+    # A plain Python image has no program that downloads.
+    assert app.run.preparing_image()[0] == "lmsysorg/sglang:v0.5.23"
+    assert volumes(app.download.info()) == {"/models": "models"}
     assert "train" not in (tmp_path / "app.py").read_text().split("def main")[1]
 
 
@@ -140,6 +144,12 @@ def test_secrets_are_names_and_other_stores_mount_nothing(tmp_path: Path, loaded
     assert volumes(app.Replica.info()) == {"/models": "models"}
     assert len(app.Replica.info().secrets) == 1
     assert "store-keys" in (tmp_path / "run.yaml").read_text()
+
+
+def test_what_the_site_has_to_say_is_asked_for_before_anything_is_deployed() -> None:
+    recipe = catalogue.load("glm-4.7-flash/code")
+    with pytest.raises(RecipeError, match="needs variables in the site's environment: AGENT_SERVER_URL"):
+        launcher.render(recipe, site_for(recipe, **MODAL, environment={}))
 
 
 @pytest.mark.parametrize("recipe", cases())

@@ -87,7 +87,7 @@ def test_replicas_of_one_host_have_places_of_their_own(tmp_path: Path) -> None:
     assert lines[lines.index("--port") + 1] == "30101"
     assert "STITCH_ADDRESS=http://serve-0:30101" in lines
     assert f"STITCH_HOST_DIR={array('replica_host_dir', tmp_path)[0]}/1" in lines
-    assert "gpus=4,5,6,7" in lines
+    assert "gpus=2,3" in lines
 
 
 def with_secret(home: Path) -> Path:
@@ -104,6 +104,19 @@ def test_a_secret_that_a_host_lacks_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "/.config/stitch/store-keys.env is not there" in done.stderr
+
+
+def test_every_host_is_given_what_its_part_needs(tmp_path: Path) -> None:
+    recipe = catalogue.load("qwen3-0.6b/miles")
+    log = tmp_path / "log"
+    rendered(
+        recipe, tmp_path, secrets=[], gateway="me@front",
+        ssh=["bash", "-c", f'echo "$0: $1" | grep install >> {log}; cat >/dev/null'],
+    )  # fmt: skip
+    done = bash("./launch.sh install", tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.partition(": ")[0] + " " + line.split()[-1] for line in log.read_text().splitlines())
+    assert said == ["me@front gateway", "me@serve-0 replica", "me@serve-1 replica", "me@train-0 trainer"]
 
 
 def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from stitch_recipes import catalogue
 from stitch_recipes.schema import Checkpoint, Model
 
-LARGE = {"glm-5.2", "kimi-k2.6", "kimi-k3"}
+LARGE = {"glm-5.2", "kimi-k2.6", "kimi-k3", "qwen3-235b-a22b"}
 """Seconds, at full size."""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 from stitch_sglang.refuse import NotCovered, refuse
 
 from ..errors import RecipeError
-from ..schema import Recipe
+from ..layout.formats import group_of, quantized
+from ..layout.tensors import tensors
+from ..schema import Engine, Recipe
 from . import flags
 
 OURS = ("model-path", "host", "port", "tp-size", "tensor-parallel-size")
@@ -30,6 +33,49 @@ def problems(recipe: Recipe) -> Iterator[str]:
         refuse(SimpleNamespace(**given), engine.environment)
     except NotCovered as error:
         yield f"engine.flags: the plugin refuses {error}"
+    if recipe.serve in recipe.checkpoints and recipe.served.quantization == "fp8-block128":
+        yield from _blocks(recipe)
     for name in engine.environment:
         if name.startswith("STITCH_"):
             yield f"engine.environment.{name}: it follows from other fields of the recipe"
+
+
+def _blocks(recipe: Recipe) -> Iterator[str]:
+    """Parts of a weight that are no whole blocks: SGLang refuses them as it makes the layer.
+
+    sglang.srt.layers.quantization.fp8: validate_block_quant_shapes, and the same for experts.
+    """
+    block, heads = (
+        group_of(recipe.served),
+        getattr(recipe.model.geometry.attention, "num_key_value_heads", None),
+    )
+    told = set()
+    for tensor in quantized(tensors(recipe.model.geometry), recipe.served):
+        kind = re.sub(r"\.\d+\.", ".N.", tensor.name)
+        split = re.search(r"\.(gate|up|q|k|v|down|o)_proj\.weight$", kind)
+        if tensor.dtype != "F8_E4M3" or split is None or kind in told:
+            continue
+        told.add(kind)
+        size = tensor.shape[1] if split[1] in ("down", "o") else tensor.shape[0]
+        ranks = _ranks(recipe.engine, kind)
+        if split[1] in ("k", "v") and heads is not None:
+            ranks = min(ranks, heads)
+        if size % ranks or size // ranks % block:
+            yield (
+                f"engine.gpus: {ranks} parts of {kind}, of {size}, are no whole blocks of {block}: SGLang "
+                f"refuses them; take other ranks, or checkpoints.{recipe.serve}.group_size"
+            )
+
+
+def _ranks(engine: Engine, kind: str) -> int:
+    """Ranks that share a weight."""
+
+    def number(flag: str, otherwise: int) -> int:
+        value = engine.flags.get(flag)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else otherwise
+
+    if ".experts." in kind:
+        return max(1, engine.gpus // number("ep-size", 1))
+    if ".mlp." in kind and ".shared_experts." not in kind:
+        return number("moe-dense-tp-size", engine.gpus)
+    return engine.gpus

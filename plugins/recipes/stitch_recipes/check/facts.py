@@ -19,11 +19,25 @@ def problems(recipe: Recipe) -> Iterator[str]:
             yield f"checkpoints.{name}: it needs a source or how it is prepared, and not both"
         if checkpoint.prepared is not None and checkpoint.prepared.of not in recipe.checkpoints:
             yield f"checkpoints.{name}.prepared.of: there is no checkpoints.{checkpoint.prepared.of}"
+        if _of_itself(recipe, name):
+            yield f"checkpoints.{name}.prepared.of: it is prepared from itself"
+        for word in ("{source}", "{target}"):
+            if checkpoint.prepared is not None and word not in checkpoint.prepared.command:
+                yield f"checkpoints.{name}.prepared.command: it does not say {word}"
     if recipe.serve in recipe.checkpoints:
         yield from _left_out(recipe)
     for path in recipe.unknown:
         if not _is_path(recipe, path.split(".")):
             yield f"unknown.{path}: there is no such field"
+
+
+def _of_itself(recipe: Recipe, name: str) -> bool:
+    """Whether the way to what a checkpoint is made of comes back to it."""
+    made, passed = recipe.checkpoints[name].prepared, set[str]()
+    while made is not None and made.of in recipe.checkpoints and made.of not in passed:
+        passed.add(made.of)
+        made = recipe.checkpoints[made.of].prepared
+    return name in passed
 
 
 def _left_out(recipe: Recipe) -> Iterator[str]:

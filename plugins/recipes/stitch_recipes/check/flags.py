@@ -11,7 +11,10 @@ from typing import Any
 
 from .. import catalogue
 from ..errors import RecipeError
-from ..schema import Flags, FlagValue
+from ..schema import COMMIT, Flags, FlagValue
+
+SHORT = 9
+"""Digits of a commit in the name of its list."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class FlagList:
 def flag_list(program: str, revision: str) -> FlagList:
     """The list of a declared revision. Raises RecipeError if there is none."""
     directory = catalogue.home() / "flags"
-    path = directory / f"{program}-{revision}.json"
+    known = revision[:SHORT] if COMMIT.fullmatch(revision) else revision
+    path = directory / f"{program}-{known}.json"
     if not path.is_file():
         there = ", ".join(sorted(file.stem for file in directory.glob(f"{program}-*.json")))
         raise RecipeError(
@@ -47,7 +51,7 @@ def flag_list(program: str, revision: str) -> FlagList:
         )
     document = json.loads(path.read_text("utf-8"))
     scripts = frozenset(document.get("model_scripts", ()))
-    return FlagList(program, revision, document["flags"], scripts, document.get("functions", {}))
+    return FlagList(program, known, document["flags"], scripts, document.get("functions", {}))
 
 
 def problems(where: str, chosen: Flags, known: FlagList) -> Iterator[str]:

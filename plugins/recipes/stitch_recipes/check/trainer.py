@@ -11,6 +11,7 @@ from ..schema import Recipe, Trainer
 from ..site import read_site
 from . import flags
 
+DATA = "{data}/"
 ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
 
 
@@ -26,9 +27,11 @@ def problems(recipe: Recipe) -> Iterator[str]:
     except RecipeError as error:
         yield f"trainer.revision: {error}"
         return
+    if re.fullmatch(r"[0-9a-f]{7,39}", trainer.revision):
+        yield f"trainer.revision: {trainer.revision}: a server gives a commit by all of its 40 digits only"
     yield from flags.problems("trainer.flags", trainer.flags, known)
     if trainer.model_script not in known.scripts:
-        yield f"trainer.model_script: {trainer.framework} {trainer.revision} has no {trainer.model_script}"
+        yield f"trainer.model_script: {trainer.framework} {known.revision} has no {trainer.model_script}"
     stitch = training.stitch(recipe, trainer, "gateway", "/configuration")
     yield from flags.problems("what Stitch adds", stitch, known)
     placed = training.placement(recipe, trainer, read_site(None))
@@ -36,11 +39,30 @@ def problems(recipe: Recipe) -> Iterator[str]:
     for name in sorted(set(trainer.flags) & (set(stitch) | set(placed))):
         yield f"trainer.flags.{name}: it follows from other fields of the recipe"
     for name in sorted(set(trainer.files) - set(known.flags)):
-        yield f"trainer.files.{name}: {trainer.framework} {trainer.revision} has no --{name}"
+        yield f"trainer.files.{name}: {trainer.framework} {known.revision} has no --{name}"
     yield from flags.problems("trainer.conversion.flags", trainer.conversion.flags, known)
+    if "PYTHONPATH" in trainer.environment:
+        yield "trainer.environment.PYTHONPATH: it follows from trainer.modules"
+    for name in sorted(set(trainer.asks) & set(trainer.environment)):
+        yield f"trainer.asks.{name}: trainer.environment says it already"
+    yield from _data(trainer)
     yield from _parallel(recipe, trainer)
     yield from _batches(trainer)
     yield from _rounding(recipe, trainer)
+
+
+def _data(trainer: Trainer) -> Iterator[str]:
+    """Every file that flags name is made by somebody, and the other way round."""
+    lists = [value if isinstance(value, list) else [value] for value in trainer.flags.values()]
+    words = [word for values in lists for word in values if isinstance(word, str)]
+    named = {word.removeprefix(DATA) for word in words if word.startswith(DATA)}
+    for name in sorted(named - set(trainer.data)):
+        yield f"trainer.data: flags name {DATA}{name}, and nothing says what it is"
+    for name in sorted(set(trainer.data) - named):
+        yield f"trainer.data.{name}: no flag names {DATA}{name}"
+    for name, data in trainer.data.items():
+        if data.command is not None and "{target}" not in data.command:
+            yield f"trainer.data.{name}.command: it does not say {{target}}, the file that it has to write"
 
 
 def _number(trainer: Trainer, name: str, otherwise: int = 1) -> int:
@@ -54,6 +76,9 @@ def _parallel(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
         _number(trainer, f"{name}-parallel-size")
         for name in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
+    if min(tensor, pipeline, context, experts) < 1:
+        yield "trainer.flags: parallel sizes are at least 1"
+        return
     if world % (tensor * pipeline * context):
         yield f"trainer.nodes: {world} GPUs are not whole groups of {tensor} x {pipeline} x {context}"
     if world % (pipeline * experts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from ..processes import Process
-from ..schema import Recipe, Trainer
+from ..schema import COMMIT, Recipe, Trainer
 from ..site import Site
 from ..training import HOME, prepare
 from .once import marker_paths
@@ -37,18 +37,13 @@ _IMAGES = {"miles": "radixark/miles:dev-202607290235", "slime": "slimerl/slime:n
 _REPOSITORIES = {"miles": "https://github.com/radixark/miles", "slime": "https://github.com/THUDM/slime"}
 
 
-def converts(step: Process) -> bool:
-    """Whether a step of the preparation is more than a download."""
-    return step.argv[0] != "hf"
-
-
 def once(step: Process, site: Site) -> Process:
-    """A step that is not done again where it was done; downloads see for themselves what is there."""
-    if not converts(step):
+    """A conversion that is not done again where it was done; other steps see for themselves what is there."""
+    if not step.converts:
         return step
     markers = f"{site.models}/.prepared"
     words = ("python3", "-m", "stitch_recipes.launch.once", markers, str(step.nodes), *step.argv)
-    return Process(words, step.environment, step.nodes)
+    return dataclasses.replace(step, argv=words)
 
 
 def alone(recipe: Recipe, site: Site) -> list[Process]:
@@ -95,13 +90,11 @@ def trainer_setup(trainer: Trainer, site: Site, *extras: str) -> list[str]:
     """Shell lines after which the framework's own image has its revision and Stitch."""
     if site.trainer_image:
         return []
-    if re.fullmatch(r"[0-9a-f]{7,40}", trainer.revision):
+    if COMMIT.fullmatch(trainer.revision):
         root = HOME[trainer.framework]
-        # A server gives a commit by its whole name only.
-        wanted = trainer.revision if len(trainer.revision) == 40 else ""
         revision = [
             f"git init -q {root}",  # which leaves a repository as it is
-            f"git -C {root} fetch {_REPOSITORIES[trainer.framework]} {wanted}".rstrip(),
+            f"git -C {root} fetch {_REPOSITORIES[trainer.framework]} {trainer.revision}",
             f"git -C {root} checkout --detach --force {trainer.revision}",
             f"python3 -m pip install --no-deps -e {root}",
         ]
@@ -119,6 +112,12 @@ def install(site: Site, *extras: str) -> str:
     """The shell line that installs Stitch for what an image is to do, and for the site's store."""
     scheme = site.store.partition(":")[0]
     wanted = dict.fromkeys([*extras, *([scheme] if scheme in ("s3", "modal") else [])])
-    name = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[^\[\]]+)?", site.package)
-    package = f"{name[1]}[{','.join(wanted)}]{name[2] or ''}" if name and wanted else site.package
+    given, brackets = site.package, f"[{','.join(wanted)}]" if wanted else ""
+    if "[" in given:
+        package = given
+    elif "://" in given:
+        package = f"stitch-rl{brackets} @ {given}"
+    else:
+        name, equals, version = given.partition("==")
+        package = f"{name}{brackets}{equals}{version}"
     return f"python3 -m pip install {shlex.quote(package)}"

@@ -57,7 +57,7 @@ def _write(files: Sequence[File], out: Path, what: str, force: bool) -> list[str
     for name in there.keys() - marked.keys():
         mark = _MARK.search(there[name])
         if mark and mark["what"] == what and _as_rendered(there[name]):
-            (out / name).unlink()
+            (out / name).unlink(missing_ok=True)
     return changed
 
 

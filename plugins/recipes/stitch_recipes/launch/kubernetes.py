@@ -11,7 +11,7 @@ from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
 from .files import File
-from .manifests import convert, gateways, housekeeping, prepare, replicas, settings, trainer
+from .manifests import convert, gateways, housekeeping, prepare, replicas, sessions, settings, trainer
 from .pods import Manifest
 
 
@@ -23,8 +23,13 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         )
 
     def file(name: str, comment: str, *manifests: Manifest) -> File:
-        return _file(name, comment.format_map({**site.model_dump(), "jobs": jobs}), manifests)
+        return _file(
+            name, comment.format_map({**site.model_dump(), "jobs": jobs, "claims": claims}), manifests
+        )
 
+    claims = site.models_claim
+    if recipe.trainer is not None:
+        claims += f", {site.data_claim}, {site.saves_claim}"
     several = convert(recipe, recipe.trainer, site) if recipe.trainer else []
     jobs = "-f 1-prepare.yaml" + (" -f 1-prepare-together.yaml" if several else "")
 
@@ -36,15 +41,15 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     ]
     if recipe.trainer is not None:
         files += [file("1-prepare-together.yaml", _CONVERT, *several)] if several else []
-        files.append(
-            file("5-trainer.yaml", _TRAINER, *settings(recipe, site), trainer(recipe, recipe.trainer, site))
-        )
+        training = [*settings(recipe, site), *sessions(recipe.trainer, site)]
+        files.append(file("5-trainer.yaml", _TRAINER, *training, trainer(recipe, recipe.trainer, site)))
     return files
 
 
-_PREPARE = """Fetches and converts the checkpoints onto the volume {models_claim}, then creates the run. The
-other parts wait for it, but hold GPUs meanwhile: the first time, apply the Jobs alone and wait for them.
-A Job is not changed by a second apply: after changing the recipe, delete it first.
+_PREPARE = """Makes prompts and checkpoints, then creates the run. The site's secrets have to be there, and
+PersistentVolumeClaims for many readers and writers: {claims}.
+The other parts wait for this one, but hold GPUs meanwhile: the first time, apply the Jobs alone and wait for
+them. A Job is not changed by a second apply: after changing the recipe, delete it first.
 
 First:       kubectl --namespace {namespace} apply {jobs}
              kubectl --namespace {namespace} wait --for=condition=complete --timeout=12h job --selector \\

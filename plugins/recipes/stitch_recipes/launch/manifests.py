@@ -14,7 +14,6 @@ from .common import (
     READY_SECONDS,
     RESTARTS,
     alone,
-    converts,
     dumped,
     engine_image,
     engine_setup,
@@ -54,16 +53,22 @@ PROBE = {"periodSeconds": 5, "timeoutSeconds": 5}
 
 def prepare(recipe: Recipe, site: Site) -> Manifest:
     """A Job: the steps one after the other, as init containers, then the claim of a run that is not there."""
-    models = [mount("models", site.models)]
     trainer = recipe.trainer
+    places = {"models": (site.models, site.models_claim)}
+    if trainer and trainer.data:
+        places["data"] = (site.data, site.data_claim)
+    files = [mount(name, place) for name, (place, _) in places.items()]
     image = trainer_image(trainer, site) if trainer else engine_image(recipe, site)
     setup = trainer_setup(trainer, site) if trainer else engine_setup(site)
     made = alone(recipe, site)
+    converts = any(step.converts for step in made)
     steps = [
         container(
             f"step-{i}", image, script(setup, step), site,
-            volumeMounts=models, env=variables(step.environment),
-            resources=_of_a_trainer(trainer) if trainer and converts(step) else {},
+            # Ranks of one node meet in /dev/shm, of which a container has 64 MB.
+            volumeMounts=[*files, mount("shm", "/dev/shm")] if step.converts else files,
+            env=variables(step.environment),
+            resources=_of_a_trainer(trainer) if trainer and step.converts else {},
         )
         for i, step in enumerate(made, 1)
     ]  # fmt: skip
@@ -71,11 +76,14 @@ def prepare(recipe: Recipe, site: Site) -> Manifest:
     create = Process(("bash", "-c", f"{known} >/dev/null 2>&1 || exec {claim}"))
     spec = pod(
         site,
-        [service_container("claim", create, site, volumeMounts=models)],
+        [service_container("claim", create, site, volumeMounts=[mount("models", site.models)])],
         initContainers=steps,
         restartPolicy="Never",
-        nodeSelector=site.trainer_nodes if any(map(converts, made)) else {},
-        volumes=[claim_volume("models", site.models_claim)],
+        nodeSelector=site.trainer_nodes if converts else {},
+        volumes=[
+            *(claim_volume(name, claim) for name, (_, claim) in places.items()),
+            *([memory_volume(trainer.memory_limit_gib)] if trainer and converts else []),
+        ],
     )
     return {
         "apiVersion": "batch/v1",
@@ -320,6 +328,17 @@ def settings(recipe: Recipe, site: Site) -> list[Manifest]:
     data = {name: dumped(content) for name, content in training.configuration_files(recipe, site).items()}
     data["train.sh"] = f"exec {processes.lines(process.argv)}\n"
     return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(site, "train"), "data": data}]
+
+
+def sessions(trainer: Trainer, site: Site) -> list[Manifest]:
+    """The Service by which agents reach the session server on the trainer's head, where there is one."""
+    ports = trainer.flags.get("session-server-port")
+    if not isinstance(ports, list):
+        return []
+    # The second label is KubeRay's.
+    selector = {**labels(site, "train"), "ray.io/node-type": "head"}
+    spec = {"selector": selector, "ports": [{"name": "http", "port": ports[0]}]}
+    return [{"apiVersion": "v1", "kind": "Service", "metadata": metadata(site, "sessions"), "spec": spec}]
 
 
 def trainer(recipe: Recipe, trainer: Trainer, site: Site) -> Manifest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+from .. import training
 from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
@@ -24,6 +25,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
             raise RecipeError(f"the site's {field} = {place!r}: Modal mounts no Volume there")
     if len(set(places.values())) < len(places):
         raise RecipeError("the site's models, data and saves are Volumes, each at a place of its own")
+    training.environment(recipe, site)  # what the site lacks is told here, not in a container
     text = (resources.files(__package__) / "scripts" / "app.py.txt").read_text("utf-8")
     text = _part(text, "compactor", recipe.versions.compact)
     text = _part(text, "together", bool(together(recipe, site)))

@@ -113,13 +113,13 @@ class Deployment:
         """Of ``app.function``. It may be started again at any time: it claims the run and resumes."""
         trainer = self.training
         return {
-            **self._trainer_image(),
+            "image": self._image(*self.preparing_image()),
+            "secrets": self._secrets,
             "gpu": f"{trainer.gpu}:{trainer.gpus_per_node}",
             "memory": _memory(trainer.memory_request_gib, trainer.memory_limit_gib),
             "ephemeral_disk": _disk(trainer.disk_gib),
             "volumes": {
-                self.site.models: self.models,
-                self.site.data: _volume(self.site.data_claim),
+                **self.prepared,
                 self.site.saves: _volume(self.site.saves_claim),
                 **self._store,
             },
@@ -140,7 +140,7 @@ class Deployment:
         return _clustered(function, self.training.conversion.nodes)
 
     def download(self) -> Arguments:
-        """Of ``app.function``: checkpoints from the hub."""
+        """Of ``app.function``: prompts, and checkpoints from the hub."""
         return {**self._preparing(), "cpu": 8.0, "memory": 32 * GIB}
 
     def convert(self) -> Arguments:
@@ -163,19 +163,20 @@ class Deployment:
         }
 
     def _preparing(self) -> Arguments:
-        image = self._trainer_image() if self.recipe.trainer else self._service()
-        volumes = {self.site.models: self.models}
         return {
-            **image,
-            "volumes": volumes,
+            "image": self._image(*self.preparing_image()),
+            "secrets": self._secrets,
+            "volumes": self.prepared,
             "timeout": PREPARE_SECONDS,
             "retries": modal.Retries(max_retries=2),
         }
 
-    def _trainer_image(self) -> Arguments:
-        image = trainer_image(self.training, self.site)
+    def preparing_image(self) -> tuple[str, list[str]]:
+        """Tag and setup of an image that can download: the trainer's, or the engine's where none trains."""
+        if self.recipe.trainer is None:
+            return engine_image(self.recipe, self.site), engine_setup(self.site, "recipes")
         setup = trainer_setup(self.training, self.site, "recipes", "gateway", "cli", "modal")
-        return {"image": self._image(image, setup), "secrets": self._secrets}
+        return trainer_image(self.training, self.site), setup
 
     def _service(self) -> Arguments:
         image = self._image(SERVICE_IMAGE, service_setup(self.site, "recipes", "modal"))
@@ -197,6 +198,12 @@ class Deployment:
     def models(self) -> modal.Volume:
         """Apart from the store's: engines keep files of it open, which would bar a reload."""
         return _volume(self.site.models_claim)
+
+    @property
+    def prepared(self) -> dict[str, modal.Volume]:
+        """Where preparing writes, by place: checkpoints, and for a trainer prompts."""
+        data = {self.site.data: _volume(self.site.data_claim)} if self.recipe.trainer else {}
+        return {self.site.models: self.models, **data}
 
     @property
     def _store(self) -> dict[str, modal.Volume]:

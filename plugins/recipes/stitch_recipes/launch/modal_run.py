@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import processes, training
 from ..processes import GATEWAY_PORT, REPLICA_PORT, Process
 from . import ready
-from .common import RAY_PORT, READY_SECONDS, alone, converts, dumped, needed, together
+from .common import RAY_PORT, READY_SECONDS, alone, dumped, needed, together
 from .modal_app import Deployment
 
 # Modal lets requests end first, and then gives 30 s.
@@ -43,11 +43,14 @@ def start_gateway(deployment: Deployment, *, tokens: bool = True) -> subprocess.
 
 def prepare(deployment: Deployment, *, converting: bool) -> None:
     """The steps of one kind, each of which leaves what is there already."""
-    deployment.models.reload()
+    volumes = deployment.prepared
+    for volume in volumes.values():
+        volume.reload()
     for step in alone(deployment.recipe, deployment.site):
-        if converts(step) == converting:
+        if step.converts == converting:
             run(step)
-    deployment.models.commit()  # or the next container may start without it
+    for volume in volumes.values():
+        volume.commit()  # or the next container may start without it
 
 
 def prepare_together(deployment: Deployment) -> None:
@@ -95,14 +98,15 @@ def train(deployment: Deployment) -> None:
     rank, head = _place(trainer.nodes)
     job = training.trainer(deployment.recipe, deployment.site, head, str(SETTINGS))
     gpus = ("--num-gpus", str(trainer.gpus_per_node), "--disable-usage-stats", "--block")
+    SETTINGS.mkdir(exist_ok=True)
+    # On every node: some of it is read by each rank.
+    for name, content in training.configuration_files(deployment.recipe, deployment.site).items():
+        (SETTINGS / name).write_text(dumped(content), "utf-8")
     if rank > 0:
         node = Process(("ray", "start", "--address", f"{head}:{RAY_PORT}", *gpus), job.environment)
         _joins(node)
         _leave()
         return
-    SETTINGS.mkdir(exist_ok=True)
-    for name, content in training.configuration_files(deployment.recipe, deployment.site).items():
-        (SETTINGS / name).write_text(dumped(content), "utf-8")
     first = ("ray", "start", "--head", "--node-ip-address", head, "--port", str(RAY_PORT))
     ray = start(Process((*first, "--include-dashboard=false", *gpus), job.environment))
     gateway = start_gateway(deployment, tokens=False)

@@ -19,7 +19,6 @@ from .common import (
     READY_SECONDS,
     RESTARTS,
     alone,
-    converts,
     dumped,
     engine_image,
     engine_setup,
@@ -38,7 +37,8 @@ INSTALL = """#!/usr/bin/env bash
 #   trainer  {trainer_image}
 #   replica  {engine_image}
 #   gateway  any with Python 3.11 or newer
-set -euo pipefail
+source "$(dirname "${{BASH_SOURCE[0]}}")/common.sh"
+activated
 case ${{1:-}} in
 trainer)
 {trainer}
@@ -182,7 +182,7 @@ def _prepare(recipe: Recipe, site: Site) -> str:
     """Steps by the trainer's programs are for its hosts; a replica's host can download."""
     target = shlex.quote(processes.directory(recipe, site, recipe.serve))
     served = training.prepare(recipe.model_copy(update={"trainer": None}), site)
-    if any(map(converts, served)):
+    if any(step.converts for step in served):
         lacks = f"{target} is made by the trainer: share {site.models}, or copy it to this host"
         fetch = f"[[ -d {target} ]] || die {shlex.quote(lacks)}\n"
     else:

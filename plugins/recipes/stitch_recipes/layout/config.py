@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schema import Checkpoint
-from .formats import BLOCK, group_of, scope
+from .formats import group_of, scope
 from .geometry import Geometry, Grouped, Hybrid, Latent, Vision
 from .spec import Tensor
 from .tensors import tensors
@@ -86,7 +86,7 @@ def quantization_config(geometry: Geometry, checkpoint: Checkpoint) -> Json | No
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
+            "weight_block_size": [group_of(checkpoint)] * 2,
             # The index's projections have a name of their own in this list.
             "modules_to_not_convert": [
                 re.sub(r"indexer\.weights_proj$", "indexers_proj", one) for one in kept

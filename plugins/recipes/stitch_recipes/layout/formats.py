@@ -16,7 +16,7 @@ from .spec import Tensor, Tensors
 from .tensors import tensors
 
 BLOCK = 128
-"""Rows and columns that share a scale in fp8-block128; blocks at the edges may be smaller."""
+"""Rows and columns that share a scale in fp8-block128, if not said otherwise; fewer at the edges."""
 
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
@@ -89,7 +89,8 @@ FORMATS: dict[Quantization, Format] = {
 def group_of(checkpoint: Checkpoint) -> int:
     """Inputs that share a scale, 0 where all of an output's do. Raises LayoutError where nothing says it."""
     group = FORMATS[checkpoint.quantization].group if checkpoint.quantization != "bf16" else 0
-    group = checkpoint.group_size if group is None else group
+    if group is None or checkpoint.quantization == "fp8-block128":
+        group = checkpoint.group_size or group
     if group is None:
         raise LayoutError(f"{checkpoint.quantization} needs the checkpoint's group_size")
     return group

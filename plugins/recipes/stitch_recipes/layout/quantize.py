@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from .formats import BLOCK, INPUT_SCALE
+from .formats import INPUT_SCALE
 from .geometry import Quantization
 from .rounding import (
     E2M1_MAX,
@@ -43,7 +43,7 @@ def quantize(weight: F32, how: Quantization, group: int, largest: float | None =
     if how == "fp8-channel":
         return _fp8_channel(weight)
     if how == "fp8-block128":
-        return _fp8_block(weight)
+        return _fp8_block(weight, group)
     if how == "nvfp4-modelopt":
         return _nvfp4(weight, group, float(np.abs(weight).max()) if largest is None else largest)
     if how == "mxfp4-packed":
@@ -59,7 +59,7 @@ def dequantize(parts: Mapping[str, npt.NDArray[np.generic]], how: Quantization, 
         return from_e4m3(_u8(parts[".weight"])) * parts[".weight_scale"].astype(np.float32)
     if how == "fp8-block128":
         values = from_e4m3(_u8(parts[".weight"]))
-        return values * _spread(parts[".weight_scale_inv"].astype(np.float32), values.shape)
+        return values * _spread(parts[".weight_scale_inv"].astype(np.float32), values.shape, group)
     if how == "nvfp4-modelopt":
         scales = from_e4m3(_u8(parts[".weight_scale"])) * parts[".weight_scale_2"].astype(np.float32)
         return _grouped(from_e2m1(unpacked(_u8(parts[".weight"]))), scales, group)
@@ -78,11 +78,11 @@ def _fp8_channel(weight: F32) -> Parts:
     return {".weight": to_e4m3(weight / scales), ".weight_scale": scales}
 
 
-def _fp8_block(weight: F32) -> Parts:
-    rows, columns = (np.arange(0, size, BLOCK) for size in weight.shape)
+def _fp8_block(weight: F32, block: int) -> Parts:
+    rows, columns = (np.arange(0, size, block) for size in weight.shape)
     largest: F32 = np.maximum.reduceat(np.maximum.reduceat(np.abs(weight), rows, axis=0), columns, axis=1)
     scales = _positive(largest / np.float32(E4M3_MAX))
-    return {".weight": to_e4m3(weight / _spread(scales, weight.shape)), ".weight_scale_inv": scales}
+    return {".weight": to_e4m3(weight / _spread(scales, weight.shape, block)), ".weight_scale_inv": scales}
 
 
 def _nvfp4(weight: F32, group: int, largest: float) -> Parts:
@@ -124,9 +124,9 @@ def _positive(scales: F32) -> F32:
     return np.where(scales > 0, scales, TINY).astype(np.float32)
 
 
-def _spread(scales: F32, shape: tuple[int, ...]) -> F32:
+def _spread(scales: F32, shape: tuple[int, ...], block: int) -> F32:
     """A scale for each element, from one for each block; those at the edges are cut."""
-    return scales.repeat(BLOCK, axis=0)[: shape[0]].repeat(BLOCK, axis=1)[:, : shape[1]]
+    return scales.repeat(block, axis=0)[: shape[0]].repeat(block, axis=1)[:, : shape[1]]
 
 
 def _grouped(values: F32, scales: F32, group: int) -> F32:

@@ -11,13 +11,18 @@ state=$here/state
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
-# The environment in which programs run on this host: what `activate` names, then secrets.
-enter() {
-  local name file
+# The environment that `activate` names.
+activated() {
   set +u # activate scripts look at variables that are not set
   # shellcheck source=/dev/null
   [[ -z $activate ]] || source "$activate"
   set -u
+}
+
+# The environment in which programs run on this host: what `activate` names, then secrets.
+enter() {
+  local name file
+  activated
   for name in "${secrets[@]}"; do
     file=$HOME/.config/stitch/$name.env
     [[ -r $file ]] || die "$file is not there: lines NAME=value, readable by you alone (secret $name of the site)"

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Start the run on the hosts of the site, from any machine that reaches them. Before the first time: on each host
-# `install.sh` in the environment that the site's `activate` names, and prompts where the recipe looks for them
-# (the trainer's flags in settings.sh). Then:
+# Start the run on the hosts of the site, from any machine that reaches them without a password.
 #
-#   ./launch.sh                          everything, in order
-#   ./launch.sh prepare | serve | train  a part of it
+#   ./launch.sh install                  once: Stitch on every host, by install.sh, which says what it is made for
+#   ./launch.sh                          everything else, in order
+#   ./launch.sh prepare | serve | train  a part of it: prompts and checkpoints; replicas and gateway; the trainer
 #   ./launch.sh status                   what runs where
 #   ./stop.sh                            ends it all; what was published and saved stays
 #
@@ -25,6 +24,16 @@ on() {
   local host=$1
   shift
   "${ssh[@]}" "$host" "cd '$there' && $(printf '%q ' "$@")" </dev/null
+}
+
+install() {
+  local host kind
+  for host in "${everywhere[@]}"; do
+    kind=gateway
+    [[ " ${replica_hosts[*]} " != *" $host "* ]] || kind=replica
+    [[ " ${hosts[*]} " != *" $host "* ]] || kind=trainer
+    on "$host" ./install.sh "$kind"
+  done
 }
 
 prepare() {
@@ -75,9 +84,9 @@ status() {
 
 part=${1:-all}
 case $part in
-all | prepare | serve | train) ship ;;
+all | install | prepare | serve | train) ship ;;
 status) ;;
-*) die "launch.sh [prepare | serve | train | status]" ;;
+*) die "launch.sh [install | prepare | serve | train | status]" ;;
 esac
 if [[ $part == all ]]; then
   prepare
@@ -86,4 +95,4 @@ if [[ $part == all ]]; then
 else
   "$part"
 fi
-[[ $part == status ]] || say "run $run: ask at http://${gateway_host#*@}:$gateway_port; logs are in $there/state; stop it with $here/stop.sh"
+[[ $part == install || $part == prepare || $part == status ]] || say "run $run: ask at http://${gateway_host#*@}:$gateway_port; logs are in $there/state; stop it with $here/stop.sh"
