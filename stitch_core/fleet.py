@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +56,23 @@ def wanted_problem(value: object) -> str | None:
     )
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A record as it was read last, and until when (wall time here) its replica counts as alive."""
+
+    data: bytes
+    until: float
+
+
 async def fleet(
-    store: Store, run: str, number: int, now: float, seen: dict[str, bytes] | None = None
+    store: Store, run: str, number: int, now: float, seen: dict[str, Seen] | None = None
 ) -> Fleet:
     """The replicas that serve ``run``, or fetch it to serve it. Raises StoreError.
 
     ``now`` is wall time: a record that has expired is of a replica that is late or gone, and counts for
     nothing. ``seen``: the records of the look before, by key, and then of this one; a replica that was there
-    is not read again until its record expires, so that of 1,000 only those are that have yet to come.
+    is not read again until its record expires, so that of 1,000 only those are that have yet to come. One
+    that changed since the look before is of a living replica, whatever the replica's clock says.
     """
     limit = asyncio.Semaphore(PARALLEL_READS)
 
@@ -77,27 +85,35 @@ async def fleet(
 
     keys = [entry.key for entry in await store.list(RECORDS)]
     before = seen or {}
-    records = {key: before[key] for key in keys if key in before and there(before[key], run, number, now)}
+    records = {key: before[key] for key in keys if key in before and _there(before[key], run, number, now)}
     found = await asyncio.gather(*(one(key) for key in keys if key not in records))
-    records |= {key: data for key, data in found if data is not None}
+    records |= {key: _seen(data, before.get(key), now) for key, data in found if data is not None}
     if seen is not None:
         seen.clear()
         seen.update(records)
-    return count(list(records.values()), run, number, now)
-
-
-def count(records: Sequence[bytes], run: str, number: int, now: float) -> Fleet:
-    """Records that cannot be read are of nobody."""
-    live = [each for data in records if (each := there(data, run, number, now)) is not None]
+    live = [each for record in records.values() if (each := _there(record, run, number, now)) is not None]
     return Fleet(sum(live), len(live))
 
 
-def there(data: bytes, run: str, number: int, now: float) -> bool | None:
-    """Whether the replica of a record serves the version or a later one; None: it counts for nothing."""
+def _seen(data: bytes, before: Seen | None, now: float) -> Seen:
+    if before is not None and before.data == data:
+        return before
     try:
         record: Any = json.loads(data)
-        if float(record["expires"]) <= now:
-            return None
+        expires = float(record["expires"])
+        # Both times are of the replica's own clock, so that their difference is right even if it is not.
+        lifetime = expires - float(record.get("time", now))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Seen(data, now)
+    return Seen(data, min(expires, now + lifetime) if before is None else now + lifetime)
+
+
+def _there(seen: Seen, run: str, number: int, now: float) -> bool | None:
+    """Whether the replica of a record serves the version or a later one; None: it counts for nothing."""
+    if now >= seen.until:
+        return None
+    try:
+        record: Any = json.loads(seen.data)
         applied = record["applied"] if record["run"] == run else None
         if applied is None and not str(record["target"]).startswith(f"{run}/"):
             return None
@@ -116,7 +132,7 @@ async def wait_for_replicas(
     """
     deadline = clock.monotonic() + timeout
     seen, problem = Fleet(0, 0), ""
-    records: dict[str, bytes] = {}
+    records: dict[str, Seen] = {}
     while True:
         try:
             seen = await fleet(store, run, number, clock.time(), records)

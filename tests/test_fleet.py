@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stitch_core.fleet import Fleet, count, fleet, read_wanted, wait_for_replicas
+from stitch_core.fleet import Fleet, Seen, fleet, read_wanted, wait_for_replicas
 from stitch_core.ports import Blob, Entry, Unavailable
 from stitch_core.stores.memory import MemoryStore
 
@@ -29,6 +29,16 @@ class Ticking:
 
 def record(applied: int | None, run: str | None = "r", target: str | None = None, **more: Any) -> bytes:
     return json.dumps({"run": run, "applied": applied, "target": target, "expires": 1060.0} | more).encode()
+
+
+def count(records: list[bytes], run: str, number: int, now: float) -> Fleet:
+    async def look() -> Fleet:
+        store = MemoryStore()
+        for i, data in enumerate(records):
+            await store.replace(f"replicas/{i}.json", data)
+        return await fleet(store, run, number, now)
+
+    return asyncio.run(look())
 
 
 def test_who_counts() -> None:
@@ -125,7 +135,7 @@ def test_who_is_there_is_not_read_again_until_its_record_expires() -> None:
             return await super().load(key)
 
     async def run() -> None:
-        store, seen = Reads(), dict[str, bytes]()
+        store, seen = Reads(), dict[str, Seen]()
         for name, applied in (("a", 7), ("b", 6), ("c", 8)):
             await store.replace(f"replicas/{name}.json", record(applied))
         assert await fleet(store, "r", 7, 1000.0, seen) == Fleet(2, 3)
@@ -139,5 +149,28 @@ def test_who_is_there_is_not_read_again_until_its_record_expires() -> None:
         store.keys.clear()
         assert await fleet(store, "r", 7, 1060.0, seen) == Fleet(1, 1)
         assert sorted(store.keys) == ["a", "b"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("off", [-7200.0, 7200.0])
+def test_a_replica_whose_clock_is_wrong_counts_while_it_renews_its_record(off: float) -> None:
+    """One two hours behind was never there, and a trainer that waited for it stopped."""
+
+    async def run() -> None:
+        store, seen = MemoryStore(), dict[str, Seen]()
+
+        async def renew(now: float) -> None:
+            data = record(7, time=now + off, expires=now + off + 15.0)
+            await store.replace("replicas/a.json", data)
+
+        await renew(1000.0)
+        found = await fleet(store, "r", 7, 1000.0, seen)
+        assert found == (Fleet(0, 0) if off < 0 else Fleet(1, 1))
+        for now in (1005.0, 1010.0, 1025.0):
+            await renew(now)
+            assert await fleet(store, "r", 7, now + 1.0, seen) == Fleet(1, 1)
+            assert await fleet(store, "r", 7, now + 4.0, seen) == Fleet(1, 1)
+        assert await fleet(store, "r", 7, 1060.0, seen) == Fleet(0, 0), "it ended"
 
     asyncio.run(run())
