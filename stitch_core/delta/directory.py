@@ -9,7 +9,7 @@ written last. No change at all is an index with an empty ``weight_map`` and no s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from .sparse_file import SparseFile
 from .wire import READ_BYTES, DeltaError, FrameFile
 
 SHARD_BYTES = 1 << 30
+STREAM_SHARD_BYTES = 256 << 20
+"""Of shards that are written while later ones are made: about so much is in memory."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,34 @@ def write_shards(
         write_file(path / file, files, frames, {name: payloads[name][1] for name in shard})
         weight_map |= dict.fromkeys(shard, file)
     files.sync(path)
+    return weight_map
+
+
+def write_stream(
+    path: Path, files: Files, payloads: Iterable[tuple[str, bytes, str]], *, shard_bytes: int
+) -> dict[str, str]:
+    """As ``write_shards``, of payloads (name, frame, checksum) that come one by one: a shard is in memory.
+
+    The number of shards is not known before the last is made, so each is named as one of one.
+    """
+    weight_map: dict[str, str] = {}
+    shard: dict[str, tuple[bytes, str]] = {}
+    count = size = 0
+
+    def end_shard() -> None:
+        nonlocal count, size
+        stem = f"model-{count:05d}"
+        weight_map.update(write_shards(path, files, shard, stem=stem, shard_bytes=1 << 62))
+        count, size = count + 1, 0
+        shard.clear()
+
+    for name, frame, checksum in payloads:
+        shard[name] = frame, checksum
+        size += len(frame)
+        if size >= shard_bytes:
+            end_shard()
+    if shard:
+        end_shard()
     return weight_map
 
 

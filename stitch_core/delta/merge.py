@@ -19,14 +19,12 @@ from ..lineage import Source, Undo
 from ..ports import Files
 from ..safetensors import as_bytes
 from ..state import TensorTable
-from .directory import DeltaDirectory, prepare_directory, write_index, write_shards
+from .directory import STREAM_SHARD_BYTES, DeltaDirectory, prepare_directory, write_index, write_stream
 from .fold import RepresentationInvalid, open_delta
 from .one_pass import apply_in_place
 from .sparse_file import SparseFile
 from .sparse_merge import merge_sparse
 from .wire import CHUNK_BYTES, LEVEL, DeltaError, FrameReader, content_size
-
-SHARD_BYTES = 256 << 20
 
 Changed = dict[str, tuple[str, str]]
 
@@ -70,7 +68,7 @@ def merge_deltas(
     *,
     number: int,
     base_number: int,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = STREAM_SHARD_BYTES,
 ) -> MergedDelta:
     """Write into ``path`` the one XOR delta that does what ``deltas`` do in order; nothing may be there yet.
 
@@ -88,19 +86,11 @@ def merge_deltas(
     changed = compose(deltas)
     sources = [(delta, open_delta(delta, directory_of(delta), files)) for delta in deltas]
     files.make_dirs(path)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, tuple[bytes, str]] = {}
-    size = 0
-    for name in [*sorted(changed), None]:
-        if shard and (name is None or size >= shard_bytes):
-            # The number of shards is not known before the last is made.
-            stem = f"model-{len(set(weight_map.values())):05d}"
-            weight_map |= write_shards(path, files, shard, stem=stem, shard_bytes=1 << 62)
-            shard, size = {}, 0
-        if name is not None:
-            frame = _merged_frame(name, [source for source in sources if name in source[1].payloads])
-            shard[name] = frame, changed[name][1]
-            size += len(frame)
+    frames = (
+        (name, _merged_frame(name, [source for source in sources if name in source[1].payloads]), new)
+        for name, (_, new) in sorted(changed.items())
+    )
+    weight_map = write_stream(path, files, frames, shard_bytes=shard_bytes)
     write_index(path, files, weight_map, number=number, base_number=base_number)
     return MergedDelta(changed, (*sorted(set(weight_map.values())), INDEX_NAME))
 

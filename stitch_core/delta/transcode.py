@@ -15,7 +15,7 @@ from ..manifest import Representation
 from ..ports import Files
 from ..safetensors import ByteArray
 from ..versions import PolicyVersion
-from .directory import DeltaDirectory, prepare_directory, write_index, write_shards
+from .directory import STREAM_SHARD_BYTES, DeltaDirectory, prepare_directory, write_index, write_stream
 from .fold import open_delta
 from .scan import scan
 from .sparse_block import encode_block
@@ -25,8 +25,6 @@ from .sparse_layout import Block, Changed, order
 from .sparse_merge import cut_blocks, split_files
 from .sparse_writer import SparseWriter
 from .wire import LEVEL, DeltaError, FrameReader, content_size
-
-SHARD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -139,23 +137,15 @@ def sparse_to_xor(
     *,
     number: int,
     base_number: int,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = STREAM_SHARD_BYTES,
 ) -> tuple[str, ...]:
     """Write what ``delta`` does into ``path`` as stock slime and Miles read it; the names, the index last."""
     _check(delta, "sparse")
     prepare_directory(path, files)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, tuple[bytes, str]] = {}
-    size = 0
-    for name in [*sorted(delta.sparse), None]:
-        if shard and (name is None or size >= shard_bytes):
-            stem = f"model-{len(set(weight_map.values())):05d}"
-            weight_map |= write_shards(path, files, shard, stem=stem, shard_bytes=1 << 62)
-            shard, size = {}, 0
-        if name is not None:
-            file = delta.sparse[name]
-            shard[name] = _frame(file, name), file.tensors[name].new
-            size += len(shard[name][0])
+    frames = (
+        (name, _frame(file, name), file.tensors[name].new) for name, file in sorted(delta.sparse.items())
+    )
+    weight_map = write_stream(path, files, frames, shard_bytes=shard_bytes)
     write_index(path, files, weight_map, number=number, base_number=base_number)
     return (*sorted(set(weight_map.values())), INDEX_NAME)
 
