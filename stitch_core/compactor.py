@@ -49,7 +49,6 @@ class Made:
     pieces: int
     read: int
     seconds: float
-    new: bool = True
 
     @property
     def bytes(self) -> int:
@@ -111,7 +110,7 @@ class Compactor:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``name`` tells this process from others; ``say`` is told what is going on."""
-        self.root = 0
+        self.root, self._root_state = 0, ""
         self._store, self._run, self._work, self._name = store, run, work, name
         self._files, self._clock, self._rng, self._run_blocking = files, clock, rng, run_blocking
         self._grace, self._policy, self._widths, self._say = grace, policy or Retry(), widths, say
@@ -191,8 +190,6 @@ class Compactor:
         found = (place.sketch(states) for place in view.places.get(range, ()))
         return [sketch for sketch in found if sketch is not None]
 
-    _root_state = ""
-
     # ------------------------------------------------------------------------------------------ merging
 
     async def _make(self, view: _View, range: Range) -> Made | None:
@@ -204,7 +201,7 @@ class Compactor:
                 self._needless.add(range)
                 return None
             directories = await self._fetch(plan.deltas)
-            record, directory = await self._run_blocking(self._merge, view, range, plan, directories)
+            record, directory = await self._run_blocking(self._merge, range, plan, directories)
         except NoPlan as error:
             self._give_up(view, range, str(error), error.at if isinstance(error, _Mixed) else 0)
             return None
@@ -286,9 +283,7 @@ class Compactor:
             self._local[source.digest()] = fetched.path.parent, source.version.number
         return {source.digest(): self._local[source.digest()][0] for source in sources}
 
-    def _merge(
-        self, view: _View, range: Range, plan: Plan, directories: Mapping[str, Path]
-    ) -> tuple[Record, Path]:
+    def _merge(self, range: Range, plan: Plan, directories: Mapping[str, Path]) -> tuple[Record, Path]:
         """Blocking: the record of the merged delta, and where its files lie."""
         a, b = range
         path = self._work / f"span-{a}-{b}"

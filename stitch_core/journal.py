@@ -13,12 +13,11 @@ block as in a sparse file (docs/format.md), with new values in place of XOR valu
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +34,18 @@ from .safetensors import ByteArray
 
 MAGIC = b"STJRNL2\n"
 COPY_BYTES = 16 << 20
+"""Read and written at a time when a record is carried out."""
+
 SPOOL_BYTES = 4 << 20
-_HEAD = struct.Struct("<8sQQ16s")
+"""Of a record that is being made, in memory until they are written."""
+
+_HEAD = struct.Struct("<8sQQ16s")  # magic, where the object is, its length, xxh3-128
 _DENSE = 4
 """With more than one changed element in so many, all bytes take no more room than the changes."""
 
-
 _PROBE = 1 << 14
+"""Bytes at the start of a range that say whether most of it changes."""
+
 _NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
 
@@ -113,18 +117,10 @@ class Journal:
         """A new record, in the place of the last one, which must have been carried out."""
         return Record(self._path, self._files, tag)
 
-    def carry_out(self, tag: str, directory: Path, writes: Sequence[Write]) -> None:
-        """Record ``writes``, do them, and make them durable. They extend no file."""
-        record = self.record(tag)
-        record.add(writes)
-        record.seal()
-        if self.redo(tag, directory) is None:
-            raise OSError(errno.EIO, "the journal is not what was written into it", str(self._path))
-
     def redo(self, tag: str, directory: Path, *, workers: int = 1) -> dict[str, Any] | None:
         """Do the record of ``tag`` and make it durable; its note, None if there is no such record.
 
-        OSError if a file is lost.
+        Raises OSError if a file is lost, ValueError if one ends before what is to be written into it.
         """
         record = self._read(tag)
         if record is None:
@@ -200,7 +196,7 @@ class Record:
         return self._spooled + self._waiting_bytes
 
     def add(self, writes: Iterable[Write]) -> None:
-        """Their ranges must not overlap, nor what was added before."""
+        """Their ranges must overlap neither each other nor what was added before, and extend no file."""
         for write in writes:
             data = memoryview(write.data)
             count = write.nbytes if write.width else len(data)

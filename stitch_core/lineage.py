@@ -53,10 +53,12 @@ class Sketch:
 
     @classmethod
     def full(cls, version: PolicyVersion, state: str, size: int, of: str, where: str) -> Sketch:
+        """A full of ``size`` bytes."""
         return cls(version, state, Representation("full", _files(size)), of, where)
 
     @classmethod
     def delta(cls, version: PolicyVersion, base: str, state: str, size: int, of: str, where: str) -> Sketch:
+        """A delta of ``size`` bytes that starts from the state ``base``; reversible, as most are."""
         return cls(version, state, Representation("delta", _files(size), base, "xor"), of, where)
 
     def digest(self) -> str:

@@ -559,7 +559,10 @@ def test_C16_the_journal_reaches_beyond_4_GiB(tmp_path: Path) -> None:
         file.truncate(big)
     journal = Journal(tmp_path / "journal", FILES)
     journal.create()
-    journal.carry_out("tag", tmp_path, [Write("sparse", big - 4, b"abcd")])
+    record = journal.record("tag")
+    record.add([Write("sparse", big - 4, b"abcd")])
+    record.seal()
+    assert journal.redo("tag", tmp_path) == {}
     assert FILES.read(path, big - 4) == b"abcd"
     FILES.write_at(path, big - 4, b"XXXX")
     assert journal.redo("other tag", tmp_path) is None

@@ -28,6 +28,7 @@ ENCODINGS = ("xor", "sparse")
 _KEPT = ".undo"
 
 Writer = Callable[[Mapping[str, tuple[bytes, str]]], Sequence[str]]
+"""Writes frames with the xxh3-128 of the new bytes, by tensor; returns the names of the files."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,10 @@ class DeltaEncoder:
         )
 
     def write(self, tensors: Mapping[str, Tensor], writer: Writer) -> EncodedDelta:
-        """As ``encode``, through ``writer``: it gets each changed tensor's frame and the xxh3-128 of its new
-        bytes, and returns the names of the files that it wrote."""
+        """As ``encode`` in the encoding "xor", through ``writer``: if it raises, the base is as it was.
+
+        DeltaError when the layout differs from the base's.
+        """
         table = self._new_table(tensors)
         frames: dict[str, bytes] = {}
         changed: dict[str, tuple[str, str]] = {}

@@ -18,11 +18,13 @@ from .wire import DeltaError
 
 MAX_BYTES = 1 << 32
 CHUNK_CHANGES = 1 << 18
+"""Changes that are in memory at a time, whatever the tensor's size."""
+
 PART_BYTES = 4 << 20
 
 
 def encode(old: Buffer, new: Buffer) -> bytes:
-    """The frame that turns ``old`` into ``new``, of equal length."""
+    """The frame that turns ``old`` into ``new``, of equal length; DeltaError for more than 4 GiB."""
     before, after = as_bytes(old), as_bytes(new)
     check_size(after.size)
     positions = np.flatnonzero(before != after)

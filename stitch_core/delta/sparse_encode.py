@@ -7,7 +7,6 @@ large one is split between threads, and then hashed on its own. Results are writ
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..parallel import default_workers
 from ..ports import Files
 from ..safetensors import ByteArray
 from ..state import tensor_digest
@@ -37,8 +37,9 @@ AHEAD_BYTES = 80 << 20
 
 FILE_BYTES = 1 << 30
 FILE_TENSORS = 1 << 20
+"""Tensors of one file, about, so that its tables stay below what a reader takes (MAX_TABLE_BYTES)."""
 
-_PROBE = 1 << 14
+_PROBE = 1 << 14  # bytes that say whether most changes
 _DENSE = threading.Lock()
 _local = threading.local()
 
@@ -83,6 +84,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Split:
+    """A tensor that several tasks encode, and what its new bytes' xxh3-128 will be, in hex."""
+
     source: Source
     digest: Future[str]
 
@@ -104,7 +107,7 @@ def encode_sparse(
     """
     ordered = sorted(sources, key=lambda s: order(s.name, s.new.size, s.width))
     output = _Output(path_of, files, file_bytes)
-    count = workers or min(8, len(os.sched_getaffinity(0)))
+    count = workers or default_workers()
     try:
         for part in _run(ordered, count):
             output.add(part)
@@ -118,6 +121,8 @@ def encode_sparse(
 
 
 class _Output:
+    """The files as parts come in; blocks of a tensor wait in memory until one of them has a change."""
+
     def __init__(self, path_of: Callable[[int], Path], files: Files, file_bytes: int) -> None:
         self.paths: list[Path] = []
         self.changed: dict[str, Changed] = {}

@@ -19,7 +19,7 @@ import xxhash
 
 from ..ports import Files
 from .sparse_block import Positions, Values, decode_block
-from .sparse_layout import HEAD, Block, Changed
+from .sparse_layout import HEAD, Changed
 from .sparse_tables import Tables, read_tables
 from .wire import DeltaError
 
@@ -124,13 +124,6 @@ class SparseFile:
         t = self._tables
         for b in range(len(t.changes)):
             yield int(t.block_starts[b]), int(t.widths[b]), *self.block(b)
-
-    def stored_blocks(self) -> Iterator[Block]:
-        """Every block in order, as it is stored."""
-        t = self._tables
-        for b in range(len(t.changes)):
-            covered = int(t.block_starts[b + 1] - t.block_starts[b])
-            yield Block(self._stored(b), covered, int(t.widths[b]), int(t.changes[b]))
 
     @property
     def stored_bytes(self) -> int:

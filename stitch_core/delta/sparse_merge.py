@@ -1,4 +1,4 @@
-"""Merges and inverts sparse deltas without the weights that they apply to.
+"""Merges sparse deltas without the weights that they apply to.
 
 XOR deltas in a row make one: the union of their positions, values of equal ones combined. Inputs are read
 block by block and side by side, so the memory does not grow with the model.
@@ -37,6 +37,7 @@ def merge_sparse(
     """Write the one delta that does what ``deltas`` do in order; each is given by its files.
 
     Returns the files ``path_of(0)``, ... and the tensors in them; one that ends as it began is left out.
+    A delta whose files are opened ``backwards`` is undone.
     Raises DeltaError when a delta does not start from where the ones before it end.
     """
     given = [list(delta) for delta in deltas]
@@ -59,23 +60,6 @@ def merge_sparse(
             files.remove(path)
         raise
     return paths, net
-
-
-def invert_sparse(
-    delta: Sequence[SparseFile], path_of: Callable[[int], Path], files: Files
-) -> tuple[list[Path], dict[str, Changed]]:
-    """Write the delta that undoes ``delta``: the same blocks, with old and new digests exchanged."""
-    paths: list[Path] = []
-    tensors: dict[str, Changed] = {}
-    for i, file in enumerate(delta):
-        rows = {name: row._replace(old=row.new, new=row.old) for name, row in file.tensors.items()}
-        writer = SparseWriter(path_of(i), files)
-        for block in file.stored_blocks():
-            writer.add_block(block)
-        writer.finish(rows)
-        paths.append(writer.path)
-        tensors |= rows
-    return paths, tensors
 
 
 def _net(deltas: Sequence[Sequence[SparseFile]]) -> dict[str, Changed]:

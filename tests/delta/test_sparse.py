@@ -1,4 +1,4 @@
-"""Sparse deltas: whatever was encoded applies, merges and inverts, in any width, size and density."""
+"""Sparse deltas: whatever was encoded applies, merges and goes back, in any width, size and density."""
 
 import itertools
 import tracemalloc
@@ -15,7 +15,7 @@ from stitch_core.delta.sparse_block import MAX_BLOCK_BYTES, decode_block, encode
 from stitch_core.delta.sparse_encode import TASK_BYTES, Source, encode_sparse
 from stitch_core.delta.sparse_file import SparseFile
 from stitch_core.delta.sparse_layout import Block, Changed, width_of
-from stitch_core.delta.sparse_merge import invert_sparse, merge_sparse
+from stitch_core.delta.sparse_merge import merge_sparse
 from stitch_core.delta.sparse_writer import SparseWriter
 from stitch_core.delta.wire import DeltaError
 from stitch_core.state import ITEM_BITS, tensor_digest
@@ -70,7 +70,7 @@ def test_deltas_merge_in_any_order_and_apply_in_one_pass(
     direct = delta(root / "direct", versions[0], versions[-1], widths)
     for files in (left, right, direct):
         assert [f.path.read_bytes() for f in files] == [f.path.read_bytes() for f in whole]
-    back = [SparseFile(p, FILES) for p in invert_sparse(whole, lambda i: root / f"back-{i}", FILES)[0]]
+    back = merge("back", [SparseFile(file.path, FILES, backwards=True) for file in whole])
     assert applied(versions[-1], back) == versions[0]
     assert merge("nothing", whole, back) == []
 

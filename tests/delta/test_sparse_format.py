@@ -1,5 +1,6 @@
 """The sparse format: golden files that an independent reader decodes, and files that lie."""
 
+import itertools
 import random
 import struct
 import tracemalloc
@@ -13,6 +14,7 @@ import xxhash
 from stitch_core.delta.sparse_block import MAX_BLOCK_BYTES, decode_block, encode_block
 from stitch_core.delta.sparse_file import SparseFile
 from stitch_core.delta.sparse_layout import Block, Changed
+from stitch_core.delta.sparse_tables import read_tables
 from stitch_core.delta.sparse_writer import SparseWriter
 from stitch_core.delta.wire import DeltaError, compress
 from stitch_core.files import PosixFiles
@@ -65,10 +67,12 @@ def test_golden_files_are_read_by_another_reader_and_are_still_what_is_written(t
     for name in ours.names:  # the frames may differ between releases of zstd, what they hold may not
         pieces = [(p.positions.tolist(), p.values.tolist()) for p in ours.pieces(name)]
         assert pieces == [(p.positions.tolist(), p.values.tolist()) for p in written.pieces(name)]
-    stored = [block for block in ours.stored_blocks() if block.data]
-    assert {block.width for block in stored} == {1, 2, 4, 8}
-    assert {block.data[4] for block in stored} == {0, 4, 8, 16}
-    assert any(struct.unpack_from("<I", block.data)[0] > block.changes for block in stored)
+    tables, data = read_tables(golden, FILES), golden.read_bytes()
+    coded = [data[at:end] for at, end in itertools.pairwise(tables.offsets.tolist())]
+    blocks = list(zip(coded, tables.widths.tolist(), tables.changes.tolist(), strict=True))
+    assert {width for block, width, _ in blocks if block} == {1, 2, 4, 8}
+    assert {block[4] for block, _, _ in blocks if block} == {0, 4, 8, 16}
+    assert any(block and struct.unpack_from("<I", block)[0] > changes for block, _, changes in blocks)
 
 
 class InMemory(PosixFiles):
