@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from ..chain import ChainReader
@@ -38,7 +39,7 @@ def add_parser(commands: Commands) -> None:
 async def run(options: argparse.Namespace) -> int:
     target, directory = Target.parse(options.version), options.directory
     root = directory_of(options.store)
-    if root is not None and directory.resolve().is_relative_to(root.resolve()):
+    if root is not None and _is_inside(directory, root):
         raise UsageError(f"{directory} is inside the store: its files would be taken for objects")
     async with opened_store(options.store) as store:
         reader = ChainReader(store)
@@ -61,6 +62,11 @@ async def boot_directory(reader: ChainReader, manifest: Manifest) -> Path | None
     source = (await reader.boot(manifest)).representation.source or ""
     path = Path(source)
     return path if path.is_absolute() and await asyncio.to_thread(path.is_dir) else None
+
+
+def _is_inside(directory: Path, root: Path) -> bool:
+    """Also through links. Not with resolve(), which raises RuntimeError for a link to itself."""
+    return Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(root))
 
 
 def _make_way(directory: Path) -> None:

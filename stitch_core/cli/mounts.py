@@ -15,7 +15,7 @@ def mount_kind(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
         lines = mounts.read_bytes().split(b"\n")
     except OSError:
         return kind
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))
     for line in lines:
         fields = line.split(b" ")
         if len(fields) < 3:

@@ -130,3 +130,12 @@ def test_a_store_of_such_a_name_was_another_when_its_url_was_quoted(shell: Shell
     said = shell("doctor", "--store", shell.store, "--json")
     assert said.code == 0, said.out
     assert [p.name for p in shell.root.iterdir() if p.name.startswith("store")] == [path.name]
+
+
+def test_a_link_to_itself_was_a_traceback(run: Shell) -> None:
+    loop = run.root / "loop"
+    loop.symlink_to(loop)
+    said = run("checkout", "r/1", loop, "--store", run.store)
+    assert said.code == 2
+    assert "loop" in said.complaint
+    assert run("doctor", "--store", run.store, "--base", run.base, "--scratch", loop).code in (0, 1)
