@@ -1,4 +1,4 @@
-"""Every command of recipes/README.md is one, with options that exist, and every file that it names is there."""
+"""Every command of recipes/README.md is one, with options that exist; every file that it names is there."""
 
 from __future__ import annotations
 

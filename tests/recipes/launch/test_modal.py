@@ -123,6 +123,13 @@ def test_what_one_node_cannot_convert_is_done_by_a_cluster(tmp_path: Path, loade
     assert app.convert.info().cluster_info is None
 
 
+def test_no_gpu_is_asked_for_to_convert_nothing(tmp_path: Path, loaded: list[str]) -> None:
+    app = app_of(catalogue.load("qwen3-0.6b/miles"), tmp_path, loaded)
+    assert not hasattr(app, "convert")
+    with pytest.raises(modal.exception.AuthError):
+        app.main("prepare")
+
+
 def test_housekeeping_comes_by_the_clock(tmp_path: Path, loaded: list[str]) -> None:
     app = app_of(catalogue.load("glm-4.5-air/fp8"), tmp_path, loaded)
     assert app.compact.info().schedule == "Period(seconds=3600.0)"
@@ -133,6 +140,7 @@ def test_housekeeping_comes_by_the_clock(tmp_path: Path, loaded: list[str]) -> N
 def test_a_recipe_that_only_serves_has_no_trainer(tmp_path: Path, loaded: list[str]) -> None:
     app = app_of(catalogue.load("kimi-k3/mxfp4-serve"), tmp_path, loaded)
     assert not hasattr(app, "train")
+    assert not hasattr(app, "convert")
     # A plain Python image has no program that downloads.
     assert app.run.preparing_image()[0] == "lmsysorg/sglang:v0.5.23"
     assert volumes(app.download.info()) == {"/models": "models"}

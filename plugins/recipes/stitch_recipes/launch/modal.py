@@ -9,7 +9,7 @@ from .. import training
 from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
-from .common import dumped, together
+from .common import alone, dumped, together
 from .files import File
 
 RESERVED = ("/", "/root", "/tmp")
@@ -28,6 +28,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     training.environment(recipe, site)  # what the site lacks is told here, not in a container
     text = (resources.files(__package__) / "scripts" / "app.py.txt").read_text("utf-8")
     text = _part(text, "compactor", recipe.versions.compact)
+    text = _part(text, "convert", any(step.converts for step in alone(recipe, site)))
     text = _part(text, "together", bool(together(recipe, site)))
     text = _part(text, "trainer", recipe.trainer is not None)
     run = {

@@ -145,9 +145,7 @@ class Deployment:
 
     def convert(self) -> Arguments:
         """Of ``app.function``: what no repository has, on one of the trainer's nodes."""
-        trainer = self.recipe.trainer
-        if trainer is None:
-            return self.download()
+        trainer = self.training
         memory = _memory(trainer.memory_request_gib, trainer.memory_limit_gib)
         return {**self._preparing(), "gpu": f"{trainer.gpu}:{trainer.gpus_per_node}", "memory": memory}
 
