@@ -1,6 +1,5 @@
 """Deltas: encodings of one tensor's change, their directories, encoding and applying."""
 
-from .apply import apply_deltas
 from .directory import DeltaDirectory, write_delta
 from .encoder import DeltaEncoder, EncodedDelta
 from .fold import CopyDamaged, PlanDeltas, RepresentationInvalid
@@ -14,6 +13,5 @@ __all__ = [
     "EncodedDelta",
     "PlanDeltas",
     "RepresentationInvalid",
-    "apply_deltas",
     "write_delta",
 ]

@@ -17,10 +17,10 @@ from ..checkpoint import list_directory
 from ..dialects import CHECKSUM_HEX, INDEX_NAME, SPARSE_SUFFIX, Index, read_index
 from ..ports import Files, write_atomic
 from ..safetensors import Header, Tensor, TensorRef, read_header, write_file
-from .apply import APPLY
 from .sparse_file import SparseFile
 from .wire import READ_BYTES, DeltaError, FrameFile
 
+ENCODINGS = ("xor", "overwrite", "sparse")
 SHARD_BYTES = 1 << 30
 STREAM_SHARD_BYTES = 256 << 20
 """Of shards that are written while later ones are made: about so much is in memory."""
@@ -62,10 +62,10 @@ class DeltaDirectory:
         index = read_index(files.read(path / INDEX_NAME), str(path / INDEX_NAME))
         if index.kind != "delta":
             raise DeltaError(f"{path}: a full checkpoint, not a delta")
-        if index.encoding not in (*APPLY, "sparse") or index.compression != "zstd":
+        if index.encoding not in ENCODINGS or index.compression != "zstd":
             raise DeltaError(
                 f"{path}: encoding {index.encoding!r} with compression {index.compression!r} is not known: "
-                f"known are {', '.join(APPLY)}, sparse with zstd"
+                f"known are {', '.join(ENCODINGS)} with zstd"
             )
         if index.encoding == "sparse":
             return cls._open_sparse(path, files, index, names)

@@ -8,10 +8,12 @@ import safetensors.numpy
 import xxhash
 from safetensors import safe_open
 
-from stitch_core.delta import DeltaDirectory, DeltaError, apply_deltas, write_delta, xor
+from stitch_core.delta import DeltaDirectory, DeltaError, write_delta, xor
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
 from stitch_core.safetensors import CheckpointError, Tensor, write_file
+
+from .frames import apply_deltas
 
 FILES = PosixFiles()
 OLD = {"a": b"old a...", "b": b"old b!!!", "ü.c/d": b"old c???"}

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, apply_deltas
+from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError
 from stitch_core.files import PosixFiles
 from stitch_core.safetensors import Tensor
 from stitch_core.state import state_digest
 from stitch_core.testing.checkpoints import random_tensors, step, table_of, write_checkpoint
+
+from .frames import apply_deltas
 
 FILES = PosixFiles()
 

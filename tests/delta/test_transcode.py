@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, apply_deltas, write_delta, xor
+from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, write_delta, xor
 from stitch_core.delta.merge import merge_deltas, prove_merged
 from stitch_core.delta.sparse_encode import BLOCK_BYTES
 from stitch_core.delta.sparse_layout import width_of
@@ -18,6 +18,8 @@ from stitch_core.lineage import Source, Undo
 from stitch_core.safetensors import Tensor
 from stitch_core.testing.checkpoints import ODD, random_tensors, step, table_of, write_checkpoint
 from stitch_core.testing.runs import RunBuilder
+
+from .frames import apply_deltas
 
 FILES = PosixFiles()
 LAYOUT = ODD | {"large": ("BF16", (BLOCK_BYTES // 2 + 1000,)), "mid": ("F32", (90_000,))}
