@@ -29,7 +29,8 @@ MEMCPY_BYTES = 256 << 20
 class HostPath:
     """One version brought to a host that holds the one before. Seconds and bytes.
 
-    ``apply`` verifies, applies and hashes on ``workers`` threads; ``seed`` copied version 0 here at first.
+    ``apply`` verifies, applies and hashes on ``workers`` threads, which computed ``cpu`` in sum, for fetching
+    too; ``seed`` copied version 0 here at first.
     """
 
     fetch: float
@@ -37,6 +38,7 @@ class HostPath:
     fetched: int
     canonical: int
     workers: int
+    cpu: float
     seed: float
 
 
@@ -55,9 +57,14 @@ async def staged(
         began = time.monotonic()
         await stager.stage(before)
         seed = time.monotonic() - began
+        computed = time.process_time()
         done = await stager.stage(target)
+        cpu = time.process_time() - computed
         canonical = sum(path.stat().st_size for path in done.directory.iterdir())
-        yield HostPath(done.fetch, done.apply, done.bytes, canonical, workers, seed), done.directory.resolve()
+        yield (
+            HostPath(done.fetch, done.apply, done.bytes, canonical, workers, cpu, seed),
+            done.directory.resolve(),
+        )
     finally:
         host.close()
 

@@ -34,6 +34,7 @@ from .bases import Base, Size, given, made
 from .engine import EngineUnavailable, Launch, has_gpu, launch, running, until_tested, without_stitch
 from .host_path import HostPath, memcpy_rate, staged
 from .streaming import Streamed, stream_delta
+from .thread_clock import ThreadClock
 
 RUN = "profile"
 PROMPTS = 4
@@ -61,6 +62,7 @@ class Asked:
 class Measured:
     """All that came of it.
 
+    ``load_cpu``: seconds that the thread computed which loaded the image, where it was seen.
     ``why_no_engine``: there was none, so that everything of the engine is None; ``why_not_compared``: no
     fresh server answered.
     """
@@ -72,6 +74,7 @@ class Measured:
     memcpy: float | None = None
     profile: Profile | None = None
     status: Json = field(default_factory=dict)
+    load_cpu: float | None = None
     left_out: tuple[str, ...] = ()
     where: str = ""
     why_no_engine: str | None = None
@@ -167,7 +170,11 @@ async def _replica(
         async with running(chosen, port, work / "replica.log", "/ready") as server:
             await until_tested(server, settings.patience)
             follow = Follow(server, ChainReader(store), RUN, SystemClock(), settings.patience, publish)
-            result.profile = await under_traffic(server, follow, result.asked, port)
+            pid = listening_process(port)
+            clock = ThreadClock(process_tree(pid) if pid is not None else ())
+            async with clock.watching():
+                result.profile = await under_traffic(server, follow, result.asked, port)
+            result.load_cpu = clock.longest
             result.status = await stitch_status(server)
     except EngineUnavailable as error:
         result.why_no_engine = f"stock SGLang could not serve it on this host: {error}"

@@ -33,10 +33,10 @@ LOAD_MOVES = 3
 class Rates:
     """What was measured. GB/s where nothing else is said; ``of`` says of what.
 
-    ``bytes`` is the size of the checkpoint, ``ratio`` that of a delta over it. ``apply`` is for one thread,
-    ``load`` for one rank into its image, both in bytes of the checkpoint. ``copy``: the copy in the pause,
-    over one thread's memcpy of the same bytes, as a rate; ``rest``: seconds of the pause beside the copy and
-    the decoding step that it waits for.
+    ``bytes`` is the size of the checkpoint, ``ratio`` that of a delta over it. ``apply`` is for one thread
+    and ``load`` for one rank into its image, both in bytes of the checkpoint for a second that it computed.
+    ``copy``: the copy in the pause, over one thread's memcpy of the same bytes, as a rate; ``rest``: seconds
+    of the pause beside the copy and the decoding step that it waits for.
     ``engine_of``: where the last three are those of another model.
     """
 
@@ -180,7 +180,7 @@ def _load(rates: Rates, sizes: Sizes, a: Assumptions, canonical_on: CanonicalOn)
         return Term(name, "preparation", None, _absent(rates))
     shared = a.memory / LOAD_MOVES / sizes.ranks
     limits = [
-        (rates.load, f"{rates.load:.2f} measured"),
+        (rates.load, f"{rates.load:.2f} measured on one thread"),
         (shared, f"{a.memory:g} memory / {LOAD_MOVES} / {sizes.ranks} ranks"),
     ]
     if canonical_on == "nvme":

@@ -90,9 +90,9 @@ def rates_of(m: Measured) -> Rates:
     Raises ValueError for a version that fetched nothing.
     """
     row = row_of(m)
-    fetch, apply, workers = row["preparation"]["fetch"], row["preparation"]["apply"], 1
+    fetch, apply = row["preparation"]["fetch"], row["preparation"]["apply"]
     if m.host is not None:
-        fetch, apply, workers = m.host.fetch, m.host.apply, m.host.workers
+        fetch, apply = m.host.fetch, m.host.cpu
     if not fetch or not apply:
         raise ValueError("nothing was fetched and applied: there are no rates to project from")
     load, copy, copied = _load_alone(m), row["pause"]["copy"], row["bytes"]["copied"]
@@ -103,7 +103,7 @@ def rates_of(m: Measured) -> Rates:
         bytes=m.streamed.bytes,
         ratio=m.streamed.ratio,
         fetch=m.streamed.delta_bytes / fetch / GB,
-        apply=m.streamed.bytes / apply / workers / GB,
+        apply=m.streamed.bytes / apply / GB,
         load=m.streamed.bytes / load / GB if load is not None and engine else None,
         copy=efficiency if engine else None,
         rest=max(0.0, row["pause"]["rest"] - (row["throughput"]["step"] or 0.0)) if engine else None,
@@ -111,8 +111,9 @@ def rates_of(m: Measured) -> Rates:
 
 
 def _load_alone(m: Measured) -> float | None:
-    """Seconds of a load into the image: under traffic, or of the self-test, if that was faster with its
-    comparison."""
+    """Seconds that a load into the image computed, else those that it took, or the self-test's if fewer."""
+    if m.load_cpu:
+        return m.load_cpu
     loads = ((m.status.get("last_update") or {}).get("stage"), m.status.get("self_test"))
     return min((one["seconds"] for one in loads if one and one["outcome"] == "done"), default=None)
 
@@ -122,9 +123,10 @@ def _host(m: Measured) -> dict[str, Any]:
     return {
         "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0], "memcpy": m.memcpy,
         "alone": alone and {
-            "fetch": alone.fetch, "apply": alone.apply, "seed": alone.seed, "workers": alone.workers
+            "fetch": alone.fetch, "apply": alone.apply, "cpu": alone.cpu, "seed": alone.seed,
+            "workers": alone.workers,
         },
-        "encode": m.streamed.encode,
+        "encode": m.streamed.encode, "load_cpu": m.load_cpu,
     }  # fmt: skip
 
 
