@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,17 @@ __all__ = ["CHUNK_BYTES", "Checkpoint", "CheckpointError", "TensorRef"]
 
 CHUNK_BYTES = 8 << 20
 
+Progress = Callable[[str, int, int], None]
+"""Told how far a call that goes through a whole model has come: ``hashed`` or ``copied``, bytes, of bytes.
+
+It is called by the thread that made that call, whichever threads do the work.
+"""
+
 _local = threading.local()
+
+
+def untold(what: str, done: int, total: int) -> None:
+    """A Progress for nobody."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +95,17 @@ class Checkpoint:
                 raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {at + len(data)}")
             yield data
 
-    def table(self, workers: int = 1) -> dict[str, TensorInfo]:
-        """Hash every tensor on ``workers`` threads, 8 MiB each in memory."""
+    def table(self, workers: int = 1, progress: Progress = untold) -> dict[str, TensorInfo]:
+        """Hash every tensor on ``workers`` threads, 8 MiB each in memory.
+
+        ``progress`` is told after each tensor of 8 MiB and more, and after each such group of small ones.
+        """
         table: dict[str, TensorInfo] = {}
+        done, total = 0, sum(ref.nbytes for ref in self.tensors.values())
         for infos in in_order((functools.partial(self._infos, names) for names in self._groups()), workers):
             table |= infos
+            done += sum(self.tensors[name].nbytes for name in infos)
+            progress("hashed", done, total)
         return table
 
     def state(self, workers: int = 1) -> str:
@@ -125,7 +141,7 @@ class Checkpoint:
 
 def _buffer(length: int) -> memoryview:
     """Memory of this thread that is not given back and faulted in again for each chunk."""
-    if not hasattr(_local, "buffer"):
+    if len(getattr(_local, "buffer", b"")) < length:
         _local.buffer = memoryview(bytearray(CHUNK_BYTES))
     buffer: memoryview = _local.buffer[:length]
     return buffer

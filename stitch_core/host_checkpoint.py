@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .applying import Applying
-from .checkpoint import Checkpoint, CheckpointError
+from .checkpoint import Checkpoint, CheckpointError, Progress, untold
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid, reconstruct_base
 from .delta.stream import PART_BYTES
 from .host_checks import HostCheckpointError, check_applied, check_fetched, check_target
@@ -48,7 +48,8 @@ class HostCheckpoint:
     """The copy under ``root``. Synchronous and not thread-safe; every call may raise OSError.
 
     ``holding`` is what it holds now, ``table`` that version's tensors. When it holds none, ``problem`` says
-    why, and ``interrupted`` is set if a plan from the same base can finish what was begun.
+    why, and ``interrupted`` is set if a plan from the same base can finish what was begun. ``progress`` is
+    told how far a call has come that copies or hashes the whole model.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class HostCheckpoint:
         self.interrupted: Interrupted | None = None
         self.problem: str | None = "it is not open"
         self.table: dict[str, TensorInfo] = {}
+        self.progress: Progress = untold
         self._folder = HostFolder(root, files, nonce)
         self._nonce = nonce
         self._batch_bytes = batch_bytes
@@ -139,7 +141,7 @@ class HostCheckpoint:
             if marker.target is not None:
                 self._redo(marker, data)
             self._checkpoint = Checkpoint.open(data, self.files)
-            table = self._checkpoint.table(self.workers)
+            table = self._checkpoint.table(self.workers, self.progress)
         except (ValueError, FileNotFoundError) as error:  # ValueError also from writing past a file's end
             self._hold_none(f"its data is damaged: {error}")
             return
@@ -172,7 +174,7 @@ class HostCheckpoint:
         try:
             boot = Checkpoint.open(source, self.files)
             with self._folder.new_data() as data:
-                self._adopt(*copy_boot(boot, data, version0, self.workers), version0)
+                self._adopt(*copy_boot(boot, data, version0, self.workers, self.progress), version0)
         except CheckpointError as error:
             raise HostCheckpointError(f"the base checkpoint at {source} cannot be used: {error}") from error
         return self._held()
@@ -282,7 +284,7 @@ class HostCheckpoint:
                 plan, full, data, directory_of, self.files,
                 sides=[self._data / name for name in self._sides()] if self._data else (),
                 present=self._checkpoint.tensors if self._checkpoint else None,
-                workers=self.workers, part_bytes=self._part_bytes,
+                workers=self.workers, part_bytes=self._part_bytes, progress=self.progress,
             )  # fmt: skip
             self._adopt(*built, plan.target)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Progress, untold
 from .dialects import INDEX_NAME
 from .ports import Files, write_atomic
 
@@ -22,14 +22,20 @@ def make_durable_dirs(files: Files, path: Path) -> None:
         files.sync(made.parent)
 
 
-def copy_files(files: Files, source: Path, target: Path, names: Iterable[str]) -> None:
+def copy_files(
+    files: Files, source: Path, target: Path, names: Iterable[str], progress: Progress = untold
+) -> None:
     """Copy files into a new directory, each durable; the caller syncs the directory."""
-    for name in names:
-        size = files.size(source / name)
+    sizes = {name: files.size(source / name) for name in names}
+    done, total = 0, sum(sizes.values())
+    for name, size in sizes.items():
         files.write_new(target / name, files.read(source / name, 0, COPY_BYTES))
         for at in range(COPY_BYTES, size, COPY_BYTES):
+            progress("copied", done + at, total)
             files.write_at(target / name, at, files.read(source / name, at, COPY_BYTES))
         files.sync(target / name)
+        done += size
+        progress("copied", done, total)
 
 
 def side_files(files: Files, directory: Path) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from .applying import Applying
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Progress, untold
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid
 from .delta.stream import PART_BYTES
 from .dialects import INDEX_NAME
@@ -26,14 +26,16 @@ Built = tuple[Checkpoint, dict[str, TensorInfo]]
 """The checkpoint in the new directory, and its tensors, hashed."""
 
 
-def copy_boot(boot: Checkpoint, data: Path, version0: Manifest, workers: int) -> Built:
+def copy_boot(
+    boot: Checkpoint, data: Path, version0: Manifest, workers: int, progress: Progress = untold
+) -> Built:
     """Copy ``boot`` into ``data``; HostCheckpointError if it is not ``version0``, CheckpointError."""
     files = boot.files
     index = () if boot.index is None else (INDEX_NAME,)
     names = [*boot.weight_files, *index, *side_files(files, boot.directory)]
-    copy_files(files, boot.directory, data, names)
+    copy_files(files, boot.directory, data, names, progress)
     checkpoint = open_with_index(files, data)
-    table = checkpoint.table(workers)
+    table = checkpoint.table(workers, progress)
     check_boot(boot.directory, table, version0)
     return checkpoint, table
 
@@ -49,6 +51,7 @@ def build_full(
     present: Mapping[str, TensorRef] | None = None,
     workers: int = 1,
     part_bytes: int = PART_BYTES,
+    progress: Progress = untold,
 ) -> Built:
     """Copy ``full`` into ``data`` and apply the plan's deltas to it there.
 
@@ -57,13 +60,13 @@ def build_full(
     lead to its target or ``data`` changes under it.
     """
     names = [file.name for file in full.representation.files]
-    copy_files(files, directory_of(full), data, names)
+    copy_files(files, directory_of(full), data, names, progress)
     for path in sides:
         if path.name not in names:
             copy_files(files, path.parent, data, [path.name])
     try:
         checkpoint = open_with_index(files, data)
-        table = checkpoint.table(workers)
+        table = checkpoint.table(workers, progress)
     except CheckpointError as error:
         raise RepresentationInvalid(full.digest(), f"{full.version}: {error}") from error
     check_full(full, table, present)

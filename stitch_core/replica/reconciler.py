@@ -26,6 +26,7 @@ from .activation import ActivationSettings, Activator, CannotFollow, Prepared, R
 from .admission import Gate
 from .anchoring import ReplicaAnchors
 from .fetching import Fetcher
+from .progress import now_and_then
 from .staging import Staged, Stager, Staging, WrongBase
 
 KEPT_UPDATES = 512
@@ -78,7 +79,8 @@ class Reconciler:
     It stages into ``host`` what ``fetcher`` fetches, and ``anchors`` uploads fulls from there; or as
     ``make_stager`` says, which gets a function to be told the activity. ``poll`` is the time between looks at
     the store, in seconds; the backoff after errors goes from ``first_backoff`` to ``max_backoff``, and no
-    wake shortens it to less than ``first_backoff``. ``say`` is told when what stands in the way changes.
+    wake shortens it to less than ``first_backoff``. ``say`` is told when what stands in the way changes, and
+    now and then how far something is that takes long.
     """
 
     store: Store
@@ -110,6 +112,7 @@ class Reconciler:
         self._activator = Activator(self.engine, self.gate, self.clock, self.activation)
         self._wake = asyncio.Event()
         self._activity = "idle"
+        self._say_progress = now_and_then(self.say, self.clock)
         self._target: PolicyVersion | None = None
         self._problem: Problem | None = None
         self._last_success: float | None = None
@@ -243,6 +246,7 @@ class Reconciler:
 
     def _set_activity(self, activity: str) -> None:
         self._activity = activity
+        self._say_progress(activity)
 
     def _state(self) -> str:
         if self.gate.failed:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint, CheckpointError
@@ -22,6 +22,7 @@ from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
 from .anchoring import ReplicaAnchors
 from .fetching import Fetcher, Wanted
+from .progress import reported
 from .room import gib
 
 
@@ -78,9 +79,10 @@ class Stager:
         anchors: ReplicaAnchors | None = None,
         room: Callable[[Path], int] | None = None,
     ) -> None:
-        """``activity`` is told what is going on, in a word or two; ``fetcher``: for threads or a cache;
-        ``anchors`` uploads fulls of what was staged; ``room``: bytes that can be written below a directory
-        (default: what the file system says).
+        """``activity`` is told what is going on, in a word or two; where that goes through a whole model also
+        how far it is, once a second: ``WHAT: hashed 1.00 GiB of 2.00 GiB``. ``fetcher``: for threads or a
+        cache; ``anchors`` uploads fulls of what was staged; ``room``: bytes that can be written below a
+        directory (default: what the file system says).
         """
         self.host = host
         self.fetching: tuple[str, ...] = ()
@@ -102,11 +104,11 @@ class Stager:
             boot = self._boot
             if boot is None:
                 raise CheckpointError("no base checkpoint was given")
-            self._activity("reading the boot checkpoint")
             workers = self.host.workers
-            self._boot_table = await self._run_blocking(
-                lambda: Checkpoint.open(boot, self._files).table(workers)
-            )
+            with reported(self._activity, "reading the boot checkpoint", self._clock) as progress:
+                self._boot_table = await self._run_blocking(
+                    lambda: Checkpoint.open(boot, self._files).table(workers, progress)
+                )
         return self._boot_table
 
     async def stage(self, target: Manifest) -> Staged:
@@ -128,10 +130,9 @@ class Stager:
             self._activity("fetching")
             directories = await self._fetch(plan.sources)
             fetched = self._clock.monotonic()
-            self._activity("staging")
             if self._anchors is not None:
                 await self._anchors.make_way()
-            await self._run_blocking(self.host.apply, plan, lambda source: directories[source.digest()])
+            await self._with_host("staging", self.host.apply, plan, lambda s: directories[s.digest()])
             await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
             self._missing.clear()
         except RepresentationInvalid as error:
@@ -166,8 +167,7 @@ class Stager:
     async def _open(self, version0: Manifest) -> None:
         """Make the host checkpoint hold something to start from, the boot version if nothing else."""
         if self.host.holding is None:
-            self._activity("verifying the host checkpoint")
-            await self._run_blocking(self.host.open)
+            await self._with_host("verifying the host checkpoint", self.host.open)
         # What an apply could not go on from, the next one cannot either.
         if self._start_over or (self.host.holding is None and self.host.interrupted is None):
             if self._boot is not None:
@@ -175,9 +175,12 @@ class Stager:
             self._start_over = False
 
     async def _seed(self, version0: Manifest) -> None:
-        self._activity("copying the boot checkpoint")
         assert self._boot is not None
-        await self._run_blocking(self.host.seed, self._boot, version0)
+        await self._with_host("copying the boot checkpoint", self.host.seed, self._boot, version0)
+
+    async def _with_host(self, what: str, call: Callable[..., Any], *arguments: Any) -> None:
+        with reported(self._activity, what, self._clock) as self.host.progress:
+            await self._run_blocking(call, *arguments)
 
     async def _plan(self, target: Manifest, version0: Manifest) -> Plan:
         interrupted = self.host.interrupted

@@ -72,7 +72,8 @@ class Follower:
         )  # fmt: skip
 
     def stitch_status(self) -> dict[str, Any]:
-        return {"id": self._id, "mode": "follower", **self._engine.status()}
+        activity = self._reconciler.status()["activity"]
+        return {"id": self._id, "mode": "follower", "activity": activity, **self._engine.status()}
 
     async def live(self, stop: asyncio.Event) -> None:
         async def serve(end: asyncio.Event) -> None:  # the server is SGLang's

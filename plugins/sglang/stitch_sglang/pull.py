@@ -50,7 +50,8 @@ class Puller:
         """Version 0 of a new run: the boot checkpoint, proven again. Raises CheckpointError, OSError."""
         self._current = None
         self._host.open()
-        state = state_digest(Checkpoint.open(self._boot, self._files).table())
+        boot = Checkpoint.open(self._boot, self._files)
+        state = state_digest(boot.table(self._host.workers, self._host.progress))
         run = check_run_id(f"{self._name}.{self._nonce()}")
         manifest = Manifest(run, 0, 1, state, Representation("boot", source=str(self._boot)))
         self._host.seed(self._boot, manifest)

@@ -11,7 +11,9 @@ from typing import Any
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.replica.child import NICENESS, obey, spare_workers
+from stitch_core.ports import SystemClock
+from stitch_core.replica.child import NICENESS, obey, spare_workers, tell
+from stitch_core.replica.progress import reported
 from stitch_core.replica.stage_worker import table_to_json
 
 from .pull import Puller
@@ -20,13 +22,17 @@ from .pull import Puller
 async def serve(puller: Puller) -> None:
     """Answer the commands ``boot`` and ``pull``."""
 
+    clock = SystemClock()
+
     def carry_out(command: dict[str, Any]) -> Manifest:
         if command["do"] == "boot":
             return puller.boot()
         return puller.pull(Path(command["source"]), command["target"])
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
-        manifest = await asyncio.to_thread(carry_out, command)
+        what = "reading the boot checkpoint" if command["do"] == "boot" else "pulling"
+        with reported(lambda activity: tell(activity=activity), what, clock) as puller.host.progress:
+            manifest = await asyncio.to_thread(carry_out, command)
         return {
             "key": manifest.key,
             "manifest": manifest.encode().decode(),

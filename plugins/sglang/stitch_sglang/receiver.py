@@ -22,6 +22,7 @@ from stitch_core.replica.asgi import App
 from stitch_core.replica.child import Child, CommandFailed
 from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.progress import now_and_then
 from stitch_core.replica.service import ReplicaFailed
 from stitch_core.replica.stage_worker import table_from_json
 from stitch_core.state import TensorTable
@@ -74,7 +75,9 @@ class Receiver:
         self._child = Child("stitch_sglang.pull_worker", (
             "--name", settings.receive, "--boot", str(self._boot_dir),
             "--host-dir", str(self._scratch.path), *roots,
-        ))  # fmt: skip
+        ), self._told)  # fmt: skip
+        self._activity = "idle"
+        self._say_progress = now_and_then(lambda text: logger.info("stitch: %s", text), self._clock)
         self._busy = asyncio.Lock()
         self._booted = asyncio.Event()
         self._failure: asyncio.Queue[ReplicaFailed] = asyncio.Queue()
@@ -102,6 +105,7 @@ class Receiver:
             "id": self._id,
             "mode": "receiver",
             "state": state,
+            "activity": self._activity,
             "ready": self.gate.ready,
             "why_not_ready": self.gate.why_closed,
             "run": serving.run if serving else None,
@@ -114,7 +118,7 @@ class Receiver:
         }
 
     def stitch_status(self) -> dict[str, Any]:
-        return {"id": self._id, "mode": "receiver", **self._engine.status()}
+        return {"id": self._id, "mode": "receiver", "activity": self._activity, **self._engine.status()}
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -280,8 +284,15 @@ class Receiver:
             result = await self._child.call(**command)
         except CommandFailed as error:
             raise NotDone(str(error)) from None
+        finally:
+            self._activity = "idle"
         manifest = Manifest.decode(result["manifest"].encode(), result["key"])
         return Pulled(manifest, table_from_json(result["table"]), Path(result["directory"]), local)
+
+    def _told(self, message: dict[str, Any]) -> None:
+        """What the child is about."""
+        self._activity = message["activity"]
+        self._say_progress(self._activity)
 
     def _note(self, error: Exception) -> Exception:
         """Keep for status what stands in the way, and since when."""

@@ -33,7 +33,8 @@ def app(request: pytest.FixtureRequest, tmp_path: Path) -> FastAPI:
         if request.param == "follower"
         else Settings(receive="job", roots=(tmp_path,), host_dir=tmp_path)
     )
-    install(app, settings, SimpleNamespace(), server_args())
+    manager = SimpleNamespace(config_value={"weight_version": "default"}.get)
+    install(app, settings, manager, server_args())
     return app
 
 
@@ -51,6 +52,11 @@ async def test_the_gate_answers_before_the_engine(app: FastAPI) -> None:
     assert (await client.get("/health")).status == 200
     assert (await client.get("/ready")).status == 503
     assert (await client.get("/docs")).status == 404
+
+
+async def test_status_says_what_goes_on(app: FastAPI) -> None:
+    answer = await AsgiClient(app).get("/stitch/status")
+    assert (answer.status, answer.json()["activity"]) == (200, "idle")
 
 
 def test_a_server_on_all_interfaces_is_found_by_its_machines_name() -> None:
