@@ -108,8 +108,8 @@ def test_files_of_windows_are_read(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_made_of_itself_is_found(tmp_path: Path) -> None:
     """The check passed, and only the launcher found it."""
-    tree = catalogue.load("kimi-k2.6/nvfp4").model_dump()
-    tree["checkpoints"]["int4"] |= {
+    tree = catalogue.load("qwen3-30b-a3b/nvfp4").model_dump()
+    tree["checkpoints"]["bf16"] |= {
         "source": None,
         "prepared": {"of": "nvfp4", "command": "{source} {target}"},
     }
@@ -127,8 +127,10 @@ def test_braces_of_a_command_are_the_shells(tmp_path: Path) -> None:
     assert "awk '{print}' /models/glm-4.5-air-bf16/a > /models/glm-4.5-air-fp8-block" in made
 
 
-@pytest.mark.parametrize("missing", ["pydantic", "yaml"])
-@pytest.mark.parametrize("words", ["recipe list", "recipe render qwen3-0.6b/miles --for ssh --out x"])
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("pydantic", "recipe list"), ("yaml", "recipe render qwen3-0.6b/miles --for ssh --out x")],
+)
 def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(missing: str, words: str) -> None:
     """It was a traceback, as for every `stitch` where yaml was missing."""
     program = (

@@ -53,7 +53,7 @@ def test_the_layout_reproduces_what_was_published(name: str, key: str) -> None:
         assert checkpoint.tensors in (count, None)
 
 
-@pytest.mark.parametrize("name", ["glm-4.5-air", "glm-4.7-flash", "qwen3-30b-a3b", "moonlight-16b-a3b"])
+@pytest.mark.parametrize("name", ["glm-4.7-flash", "moonlight-16b-a3b"])
 def test_no_name_appears_twice(name: str) -> None:
     described, all_of_it = model(name)
     for checkpoint in all_of_it.values():

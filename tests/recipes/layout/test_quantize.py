@@ -81,6 +81,17 @@ def test_zeros_stay_zeros(how: Quantization) -> None:
     assert all(np.isfinite(array.astype(np.float64)).all() for array in made.values())
 
 
+def test_blocks_may_be_smaller() -> None:
+    checkpoint = Checkpoint(quantization="fp8-block128", group_size=32)
+    made = quantize.quantize(weight(), "fp8-block128", formats.group_of(checkpoint))
+    scales = made[".weight_scale_inv"]
+    wanted = {t.name: t.shape for t in formats.parts(Tensor("m.weight", "BF16", RAGGED), checkpoint)}
+    assert scales.shape == wanted["m.weight_scale_inv"] == (6, 10)
+    back = quantize.dequantize(made, "fp8-block128", 32)
+    assert np.abs(back - weight()).max() <= 0.07 * np.abs(weight()).max()
+    assert scales[0, 1] > 10 * scales[0, 3]  # the outlier is in the first two, and in no other
+
+
 def test_fp8_by_blocks_equals_torch_block_by_block() -> None:
     values = weight()
     made = quantize.quantize(values, "fp8-block128", 128)

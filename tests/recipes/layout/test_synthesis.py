@@ -1,6 +1,7 @@
 """Checkpoints from nothing: what is on disk, and how versions differ."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,11 @@ from stitch_recipes.schema import Checkpoint
 from tests.recipes.layout.models import model
 
 FILES = PosixFiles()
+
+
+def in_full(*values: object) -> Any:
+    """A parameter for `make test` only: what it would find, another one mostly finds in `make check`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def small(name: str, key: str) -> tuple[Geometry, Checkpoint]:
@@ -74,9 +80,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("glm-4.5-air", "fp8"), ("glm-5.2", "fp8"), ("qwen3-30b-a3b", "nvfp4"), ("kimi-k3", "mxfp4"),
-     ("moonlight-16b-a3b", "int4")],
-)  # fmt: skip
+    [
+        in_full("glm-4.5-air", "fp8"),
+        ("glm-5.2", "fp8"),
+        ("qwen3-30b-a3b", "nvfp4"),
+        in_full("kimi-k3", "mxfp4"),
+        ("moonlight-16b-a3b", "int4"),
+    ],
+)
 def test_quantized_weights_mean_what_the_masters_are(name: str, key: str) -> None:
     geometry, how = small(name, key)
     inside = formats.scope(how)
@@ -126,7 +137,7 @@ def overall(content: list[Stored], dtype: str, end: str) -> float:
     return float(np.average([differing(one, 1, 2) for one in chosen], weights=sizes))
 
 
-@pytest.mark.parametrize(("rate", "bf16", "fp8"), [(1e-6, 0.00765, 0.00078), (1e-5, 0.0533, 0.0065)])
+@pytest.mark.parametrize(("rate", "bf16", "fp8"), [(1e-6, 0.00765, 0.00078), in_full(1e-5, 0.0533, 0.0065)])
 def test_training_changes_as_many_elements_as_were_measured_of_rl(
     rate: float, bf16: float, fp8: float
 ) -> None:
@@ -143,9 +154,9 @@ def test_training_changes_as_many_elements_as_were_measured_of_rl(
     [
         ("glm-5.2", "fp8", "F8_E4M3", "_proj.weight", 0.006),
         ("qwen3-30b-a3b", "nvfp4", "U8", ".weight", 0.003),
-        ("kimi-k3", "mxfp4", "U8", ".weight_packed", 0.003),
+        in_full("kimi-k3", "mxfp4", "U8", ".weight_packed", 0.003),
         ("moonlight-16b-a3b", "int4", "I32", ".weight_packed", 0.003),
-        ("kimi-k3", "mxfp4", "BF16", "lm_head.weight", 0.01),
+        in_full("kimi-k3", "mxfp4", "BF16", "lm_head.weight", 0.01),
     ],
 )
 def test_synthetic_versions_have_the_public_tables_densities(
@@ -161,11 +172,11 @@ def test_synthetic_versions_have_the_public_tables_densities(
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("glm-4.5-air", "fp8"),
-        ("glm-5.2", "fp8"),
+        in_full("glm-4.5-air", "fp8"),
+        in_full("glm-5.2", "fp8"),
         ("glm-5.2", "nvfp4"),
-        ("kimi-k3", "mxfp4"),
-        ("kimi-k2.6", "int4"),
+        in_full("kimi-k3", "mxfp4"),
+        in_full("kimi-k2.6", "int4"),
     ],
 )
 def test_a_checkpoint_on_disk_is_perturbed_as_one_that_was_made_here(name: str, key: str) -> None:

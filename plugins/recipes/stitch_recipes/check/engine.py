@@ -49,8 +49,12 @@ def _blocks(recipe: Recipe) -> Iterator[str]:
         group_of(recipe.served),
         getattr(recipe.model.geometry.attention, "num_key_value_heads", None),
     )
-    told = set()
-    for tensor in quantized(tensors(recipe.model.geometry), recipe.served):
+    geometry, told = recipe.model.geometry, set()
+    # One expert and one layer of each kind: the others are as large.
+    few = {"num_hidden_layers": min(geometry.num_hidden_layers, geometry.first_k_dense_replace + 1)}
+    one = geometry.experts and geometry.experts.model_copy(update={"n_routed_experts": 1})
+    small = geometry.model_copy(update={**few, "experts": one})
+    for tensor in quantized(tensors(small), recipe.served):
         kind = re.sub(r"\.\d+\.", ".N.", tensor.name)
         split = re.search(r"\.(gate|up|q|k|v|down|o)_proj\.weight$", kind)
         if tensor.dtype != "F8_E4M3" or split is None or kind in told:

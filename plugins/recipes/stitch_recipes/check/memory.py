@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from ..layout.formats import totals
-from ..schema import Recipe
+from ..layout.geometry import Geometry
+from ..schema import Checkpoint, Recipe
 
 JOURNAL = 0.02
 """The host checkpoint's redo journal, as a part of the model: SGLANG_FORK.md."""
@@ -18,7 +20,13 @@ def size(recipe: Recipe) -> float:
     served = recipe.served
     if served.canonical_gb is not None:
         return served.canonical_gb * 1e9
-    return float(totals(recipe.model.geometry, served)[1])
+    return float(_bytes(recipe.model.geometry.model_dump_json(), served.model_dump_json()))
+
+
+@functools.lru_cache(maxsize=64)
+def _bytes(geometry: str, checkpoint: str) -> int:
+    """By the layout of tens of thousands of tensors, which several rules ask for."""
+    return totals(Geometry.model_validate_json(geometry), Checkpoint.model_validate_json(checkpoint))[1]
 
 
 def needed(recipe: Recipe) -> tuple[float, float]:
