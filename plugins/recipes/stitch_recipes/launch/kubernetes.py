@@ -41,8 +41,9 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     ]
     if recipe.trainer is not None:
         files += [file("1-prepare-together.yaml", _CONVERT, *several)] if several else []
-        training = [*settings(recipe, site), *sessions(recipe.trainer, site)]
-        files.append(file("5-trainer.yaml", _TRAINER, *training, trainer(recipe, recipe.trainer, site)))
+        agents = sessions(recipe.trainer, site)
+        manifests = [*settings(recipe, site), *agents, trainer(recipe, recipe.trainer, site)]
+        files.append(file("5-trainer.yaml", _TRAINER + (_SESSIONS if agents else ""), *manifests))
     return files
 
 
@@ -69,6 +70,9 @@ ready. Its prompts are on the volume {data_claim}, where its flags in train.sh s
 makes a new cluster; the trainer claims the run, which fences the one before, resumes from its newest
 checkpoint and counts on. Stop training alone:
   kubectl --namespace {namespace} delete rayjob {name}-train"""
+
+_SESSIONS = """
+Agents ask its session server, at {name}-sessions, which asks for no token either."""
 
 
 def _file(name: str, comment: str, manifests: Sequence[Manifest]) -> File:
