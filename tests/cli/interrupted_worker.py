@@ -88,4 +88,6 @@ def run(root: Path, number: int, words: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
+    # A shell that starts the tests in the background has it ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(json.dumps(run(directory, getattr(signal, sys.argv[2]), sys.argv[3:])))

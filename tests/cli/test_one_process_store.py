@@ -39,7 +39,7 @@ WITH_A_STORE: dict[tuple[str, ...], tuple[object, ...]] = {
     ("verify",): ("r",),
     ("versions",): ("--run", "r"),
 }
-OTHERWISE = {("profile",), ("prove",)}
+OTHERWISE = {("profile",), ("prove",), ("recipe", "profile")}
 """Of these the store is optional, or one of the proof's own."""
 
 
