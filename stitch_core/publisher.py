@@ -7,6 +7,7 @@ only in its memory.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -287,10 +288,21 @@ class Publisher:
         try:
             manifest = await self._upload(payload, number, claim)
             await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
+        except NotFound as error:
+            await self._check_not_fenced(claim)
+            raise self._not_published(number, error) from error
         except (StoreError, OSError, FormatError) as error:
             raise self._not_published(number, error) from error
         await self._move(claim, manifest)
         return manifest
+
+    async def _check_not_fenced(self, claim: _Claim) -> None:
+        """Raises Fenced if what was uploaded is gone because a collector took it from a fenced writer."""
+        with contextlib.suppress(StoreError, FormatError, NoHead):
+            head, _ = await self._call(lambda: self._chain.head(self.run))
+            if head.writer != claim.head.writer:
+                self._lost = self._fenced(head)
+                raise self._lost
 
     async def _move(self, claim: _Claim, manifest: Manifest) -> None:
         """Swap the head. However this ends, the claim holds on only if the head is what it left there."""
@@ -318,12 +330,15 @@ class Publisher:
         except (StoreError, FormatError, NoHead) as error:
             self._lost = self._unknown(manifest.number, str(error))
             raise self._lost from error
-        self._lost = Fenced(
+        self._lost = self._fenced(head)
+        if landed is None:
+            raise self._lost
+
+    def _fenced(self, head: Head) -> Fenced:
+        return Fenced(
             f"another writer has claimed run {self.run} (epoch {head.epoch}, head {head.number}): "
             "this one stops publishing"
         )
-        if landed is None:
-            raise self._lost
 
     def _not_published(self, number: int, why: Exception) -> PublishError:
         return PublishError(f"version {number} of run {self.run} was not published: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,16 @@ import pytest
 from stitch_core.chain import ChainReader
 from stitch_core.head import Head, head_key
 from stitch_core.manifest import Manifest, Representation, run_prefix
-from stitch_core.ports import Buffer, Capabilities, Conflict, Store, StoreError, Unavailable, WriteRefused
+from stitch_core.ports import (
+    Buffer,
+    Capabilities,
+    Conflict,
+    FileSource,
+    Store,
+    StoreError,
+    Unavailable,
+    WriteRefused,
+)
 from stitch_core.publisher import (
     Boot,
     ClaimRefused,
@@ -179,6 +188,40 @@ async def test_c07_two_claimants_race_from_an_empty_store(trainer: Trainer) -> N
         await trainer.publish(winner)
         assert len(await rebuild_all(store, trainer, trainer.root / f"host-{first_steps}")) == 2
         await asyncio.sleep(0)
+
+
+class Collected(MemoryStore):
+    """As soon as a payload file is there another writer claims the run, and a collector takes the file."""
+
+    claim: Callable[[], Awaitable[object]] | None = None
+
+    async def create(self, key: str, source: Buffer | FileSource) -> None:
+        await super().create(key, source)
+        if "/weight_v" in key and self.claim is not None:
+            claim, self.claim = self.claim, None
+            await claim()
+            await self.delete(key)
+
+
+async def test_c07_a_writer_whose_upload_was_collected_is_told_that_it_is_fenced(trainer: Trainer) -> None:
+    """It was told "no such object", and tried again."""
+    store = Collected()
+    loser, winner = trainer.publisher(store), trainer.publisher(store)
+    await loser.claim(trainer.version0)
+    store.claim = lambda: winner.claim(trainer.version0)
+    with pytest.raises(Fenced, match="another writer has claimed run r"):
+        await trainer.publish(loser)
+    with pytest.raises(Fenced):
+        await trainer.publish(loser)
+    await trainer.publish(winner)
+    trainer.resume(trainer.state)
+    store = Collected()
+    alone = trainer.publisher(store)
+    await alone.claim(trainer.version0)
+    store.claim = lambda: asyncio.sleep(0)
+    with pytest.raises(PublishError, match="was not published") as told:
+        await trainer.publish(alone)
+    assert not isinstance(told.value, Fenced)
 
 
 async def test_a_claim_whose_swap_is_unknown_can_be_made_again(trainer: Trainer) -> None:
