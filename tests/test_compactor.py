@@ -238,7 +238,7 @@ async def test_a_step_back_needs_no_span(run: Run) -> None:
 
 
 async def test_steps_that_changed_nothing_leave_no_span_missing(run: Run) -> None:
-    """A warm-up: of four versions one leads over all of them. That was a failure, and in time an alert."""
+    """A warm-up: of four versions one leads over all of them. That was exit code 1, and a span missing."""
     await run.publish()
     for number in (2, 3, 4):
         same = run.trainer.encoder.encode(
