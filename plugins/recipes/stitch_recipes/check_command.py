@@ -20,8 +20,9 @@ def add_parser(actions: Commands) -> None:
         actions, "check", run_check, "check recipes without a GPU",
         "Check recipes: types; flags, against what the programs' own parsers take; memory against the sizes\n"
         "of checkpoints and images; parallel groups, batches, cadences; that the unknown is marked so.\n"
-        "Then each is rehearsed: a checkpoint with the model's tensors, scaled down, is published as a run,\n"
-        "joined and verified to the last byte. NAME may be FILE.toml/NAME, a file of your own.\n\n"
+        "Then bytes and tensors of checkpoints, against what was published, and each is rehearsed: a\n"
+        "checkpoint with the model's tensors, scaled down, is published as a run, joined and verified to\n"
+        "the last byte. NAME may be FILE.toml/NAME, a file of your own.\n\n"
         "  stitch recipe check --all\n"
         "  stitch recipe check ./my-model.toml/fp8\n\n"
         "Exit code 1 when a recipe fails; every problem names its field.",
@@ -59,9 +60,16 @@ async def run_check(options: argparse.Namespace) -> int:
 
 
 def _rehearsed(recipe: Recipe, work: str | None) -> dict[str, object]:
-    """The rehearsal's report, or its problem."""
+    """The rehearsal's report, or what is wrong; sizes first, which take seconds as well."""
+    from .check import sizes
+    from .layout.formats import LayoutError
     from .layout.rehearsal import RehearsalFailed, rehearse
 
+    try:
+        if wrong := list(sizes.problems(recipe)):
+            return {"problems": wrong}
+    except LayoutError as error:
+        return {"problems": [f"checkpoints: {error}"]}
     with tempfile.TemporaryDirectory(prefix="stitch-recipe-", dir=work) as directory:
         try:
             return {"rehearsal": asdict(rehearse(recipe, Path(directory)))}

@@ -1,9 +1,13 @@
 """The layout of every model, at full size, against what was published of it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from stitch_core.cli.main import main
+from stitch_recipes import catalogue
+from stitch_recipes.check.sizes import of_checkpoint
 from stitch_recipes.layout import formats
 from stitch_recipes.layout.tensors import tensors
 from tests.recipes.layout.models import LARGE, checkpoints, model
@@ -45,12 +49,24 @@ def test_the_layout_reproduces_what_was_published(name: str, key: str) -> None:
     if (name, key) in ROUNDED:
         digits = ROUNDED[name, key]
         assert f"{size / 1e9:.{len(digits.partition('.')[2])}f}" == digits
-    assert checkpoint.bytes_checked == ((name, key) in EXACT.keys() | ROUNDED.keys())
-    if checkpoint.bytes_checked:
-        assert checkpoint.canonical_gb is not None
-        digits = repr(checkpoint.canonical_gb)
-        assert f"{size / 1e9:.{len(digits.partition('.')[2])}f}" == digits
-        assert checkpoint.tensors in (count, None)
+    assert list(of_checkpoint(key, described.geometry, checkpoint)) == []
+
+
+def test_the_check_finds_a_layout_that_is_not_the_published_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said that the layout was held to bytes_checked; only these tests did that, of our own files."""
+    own = tmp_path / "own.toml"
+    text = (catalogue.home() / "models" / "qwen3-4b.toml").read_text("utf-8")
+    own.write_text(text.replace("num_hidden_layers = 36", "num_hidden_layers = 35"))
+    assert main(["recipe", "check", f"{own}/slime"]) == 1
+    assert "checkpoints.bf16.canonical_gb: 8.044936192, but the layout has 7.84" in capsys.readouterr().out
+    checkpoint = model("qwen3-4b")[1]["bf16"]
+    geometry = model("qwen3-4b")[0].geometry
+    (said,) = of_checkpoint("a", geometry, checkpoint.model_copy(update={"tensors": 1}))
+    assert said == "checkpoints.a.tensors: 1, but the layout has 398"
+    (said,) = of_checkpoint("a", geometry, checkpoint.model_copy(update={"canonical_gb": None}))
+    assert "no canonical_gb to compare with" in said
 
 
 @pytest.mark.parametrize("name", ["glm-4.7-flash", "moonlight-16b-a3b"])
