@@ -190,6 +190,35 @@ async def test_c07_two_claimants_race_from_an_empty_store(trainer: Trainer) -> N
         await asyncio.sleep(0)
 
 
+class LosesOne(MemoryStore):
+    """One file of each version never lands, and every other write succeeds."""
+
+    broken = True
+
+    async def create(self, key: str, source: Buffer | FileSource) -> None:
+        if self.broken and "/weight_v" in key and key.endswith("-00002-of-00002.safetensors"):
+            raise Unavailable("this one never lands")
+        await super().create(key, source)
+
+
+async def test_c05_a_shard_that_fails_among_those_that_succeed_is_no_version(trainer: Trainer) -> None:
+    """The calls that finish a version would succeed: they are not made."""
+    store = LosesOne()
+    publisher = trainer.publisher(store)
+    before = await publisher.claim(trainer.version0)
+    with pytest.raises(PublishError, match="never lands"):
+        await publisher.publish(trainer.full())
+    assert any("-00001-of-00002.safetensors" in key for key in store.state.objects), "the others were written"
+    assert not [key for key in store.state.objects if "/manifests/000001" in key]
+    head, _ = await ChainReader(store).head("r")
+    assert (head.number, head.digest) == (0, before.digest())
+    store.broken = False
+    newest = await publisher.publish(trainer.full())
+    assert newest.number == 2
+    assert [row.number for row in newest.history] == [0]
+    await rebuild_all(store, trainer, trainer.root / "host")
+
+
 class Collected(MemoryStore):
     """As soon as a payload file is there another writer claims the run, and a collector takes the file."""
 
