@@ -107,6 +107,7 @@ format: venv ## let ruff rewrite what it can
 bench: venv venv-sglang ## every benchmark of the core and of SGLang, in its quick form (publish.py needs a trainer: see its --help)
 	@for name in delta join store gateway fleet; do echo "# $$name"; $(PY) -m benchmarks.$$name --json --quick || exit 1; done
 	@echo "# activation"; PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) $(PY_SGLANG) -m benchmarks.activation --json --quick
+	@echo "# recipes"; $(PY) -m benchmarks.recipes --json --quick
 
 clean: ## remove caches and build products from the clone (virtual environments stay)
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

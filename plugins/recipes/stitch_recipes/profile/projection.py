@@ -22,6 +22,9 @@ GB = 1e9
 APPLY_MOVES = 3
 """Bytes that memory moves for each byte that is applied: read, written, read to be hashed."""
 
+SHORT = 0.1
+"""Seconds of a pause beside its copy and a step that need no reason."""
+
 LARGE = 500_000_000
 """Bytes of a checkpoint from which on its rates say something of larger ones."""
 
@@ -234,6 +237,10 @@ def _reasons(p: Projection) -> Iterator[str]:
         yield (
             f"each of {p.sizes.ranks} ranks reads and hashes the whole checkpoint on one thread; the "
             "reference's load from one copy in memory that they share, and post-process on the GPU"
+        )
+    if p.rates.rest is not None and p.rates.rest > SHORT:
+        yield (
+            f"{p.rates.rest:.2f} s of the pause are a CPU's, whose decoding step took longer while it staged"
         )
     if p.canonical_on == "nvme":
         yield "reads of NVMe are counted at the disk's rate; what the host's page cache keeps is not known"
