@@ -94,6 +94,7 @@ AIR, FLASH, GLM, NVFP4, K3, QWEN = (
             11,
             "trainer.flags.pipeline-model-parallel-size:",
         ),
+        (FLASH, "trainer/flags/skip-actor-forward-only", True, "trainer.flags.skip-actor-forward-only:"),
         (AIR, "versions/max_staleness", 4, "versions.max_staleness: only Miles' --fully-async"),
         (FLASH, "versions/max_staleness", 1, "versions.max_staleness: 1, but answers may start 1"),
         (FLASH, "versions/lag", 0, "versions.lag: 0 with --fully-async"),

@@ -14,6 +14,10 @@ from . import flags
 DATA = "{data}/"
 ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
 
+# What a framework's parser takes and its own validation refuses beside a flag that Stitch adds: Miles'
+# validate_skip_actor_forward_only (miles/utils/arguments.py at 31f1ca961).
+REFUSED = {"miles": {"skip-actor-forward-only": "custom-megatron-before-train-step-hook-path"}}
+
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """Nothing for a recipe that only serves."""
@@ -40,6 +44,9 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.flags.{name}: it follows from other fields of the recipe"
     for name in sorted(set(trainer.files) - set(known.flags)):
         yield f"trainer.files.{name}: {trainer.framework} {known.revision} has no --{name}"
+    for name, hook in REFUSED.get(trainer.framework, {}).items():
+        if trainer.flags.get(name, False) is not False and hook in stitch:
+            yield f"trainer.flags.{name}: {trainer.framework} refuses it beside --{hook}, which Stitch adds"
     yield from flags.problems("trainer.conversion.flags", trainer.conversion.flags, known)
     if "PYTHONPATH" in trainer.environment:
         yield "trainer.environment.PYTHONPATH: it follows from trainer.modules"
