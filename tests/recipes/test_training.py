@@ -83,6 +83,13 @@ def test_checkpoints_are_made_after_those_that_they_are_made_of() -> None:
     assert '--nnodes 8 --node-rank "$NODE_RANK"' in said[2]
 
 
+def test_a_model_that_does_not_think_is_not_graded_by_what_follows_its_thoughts() -> None:
+    """deepscaler gives 0 to an answer without </think>: Moonlight would have trained on nothing."""
+    trainer = catalogue.load("moonlight-16b-a3b/slime").trainer
+    assert trainer is not None
+    assert trainer.flags["rm-type"] == "math"
+
+
 def test_a_recipe_that_only_serves_has_no_trainer_to_start() -> None:
     with pytest.raises(RecipeError, match="it only serves"):
         training.trainer(catalogue.load("kimi-k3/mxfp4-serve"), SITE, "gateway", "/run")
