@@ -93,6 +93,11 @@ class Site(Part):
 
     cloud: Word | None = Field(None, description="Modal: the cloud for GPUs")
     region: Word | None = Field(None, description="Modal: the region for GPUs")
+    modal_proxy_secret: Secret | None = Field(
+        None,
+        description="Modal: a Secret with MODAL_PROXY_KEY and MODAL_PROXY_SECRET, the proxy auth token that "
+        "gateways show; replicas are then reached by nobody without one (docs/modal.md)",
+    )
     routing_region: Word = Field("us-east", description="Modal: where requests enter, near the trainer")
 
 

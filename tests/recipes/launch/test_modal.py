@@ -1,6 +1,7 @@
 """The rendered app, built by the real SDK without an account: Modal is asked for what the recipe says."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,48 @@ def test_secrets_are_names_and_other_stores_mount_nothing(tmp_path: Path, loaded
     assert volumes(app.Replica.info()) == {"/models": "models"}
     assert len(app.Replica.info().secrets) == 1
     assert "store-keys" in (tmp_path / "run.yaml").read_text()
+
+
+def secrets(info: Any) -> set[str]:
+    """Of a function the SDK says each by its expression."""
+    return {re.sub(r"^.*from_name\('(.*)'\)$", r"\1", secret) for secret in info.secrets}
+
+
+def test_a_pool_behind_proxy_auth_lets_in_all_that_runs_a_gateway_and_gives_nothing_else_the_token(
+    tmp_path: Path, loaded: list[str]
+) -> None:
+    recipe = catalogue.load("glm-4.5-air/fp8")
+    app = app_of(recipe, tmp_path, loaded, modal_proxy_secret="pool-door")
+    assert not app.Replica.info().unauthenticated
+    over_the_pool = (app.Gateway, app.ready, app.train)
+    others = (app.Replica, app.compact, app.collect, app.download, app.convert, app.claim)
+    assert all("pool-door" in secrets(part.info()) for part in over_the_pool)
+    assert not any("pool-door" in secrets(part.info()) for part in others)
+    assert all("store-keys" in secrets(part.info()) for part in (*over_the_pool, *others))
+    text = (tmp_path / "app.py").read_text()
+    assert "Modal lets nobody into the pool" in text
+    assert "reachable by whoever" not in text
+
+
+def test_an_open_pool_says_so_and_names_no_secret_but_the_sites(tmp_path: Path, loaded: list[str]) -> None:
+    app = app_of(catalogue.load("glm-4.5-air/fp8"), tmp_path, loaded)
+    assert app.Replica.info().unauthenticated
+    assert secrets(app.Gateway.info()) == secrets(app.train.info()) == {"store-keys"}
+    text = (tmp_path / "app.py").read_text()
+    assert "reachable by whoever" in text
+    assert "Modal lets nobody into the pool" not in text
+    assert not re.search(r"# </?(open|closed)>", text)
+
+
+def test_a_conversion_has_the_disk_of_a_trainers_node_as_on_kubernetes(
+    tmp_path: Path, loaded: list[str]
+) -> None:
+    recipe = catalogue.load("kimi-k2.6/nvfp4")
+    app = app_of(recipe, tmp_path, loaded)
+    assert recipe.trainer is not None
+    assert recipe.trainer.disk_gib == 2048
+    for function in (app.convert, app.convert_together, app.train):
+        assert function.info().ephemeral_disk_mib == 2048 * GIB
 
 
 def test_what_the_site_has_to_say_is_asked_for_before_anything_is_deployed() -> None:

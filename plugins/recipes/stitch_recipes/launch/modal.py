@@ -27,6 +27,8 @@ def render(recipe: Recipe, site: Site) -> list[File]:
         raise RecipeError("the site's models, data and saves are Volumes, each at a place of its own")
     training.environment(recipe, site)  # what the site lacks is told here, not in a container
     text = (resources.files(__package__) / "scripts" / "app.py.txt").read_text("utf-8")
+    text = _part(text, "open", site.modal_proxy_secret is None)
+    text = _part(text, "closed", site.modal_proxy_secret is not None)
     text = _part(text, "compactor", recipe.versions.compact)
     text = _part(text, "convert", any(step.converts for step in alone(recipe, site)))
     text = _part(text, "together", bool(together(recipe, site)))

@@ -86,8 +86,8 @@ class Deployment:
             "compute_region": self.site.region,
             "routing_region": self.site.routing_region,
             "port": REPLICA_PORT,
-            # A gateway reaches one container by a header, which Modal's own tokens would not change.
-            "unauthenticated": True,
+            # Gateways get in by the site's token; without one nothing could show them to Modal.
+            "unauthenticated": self.site.modal_proxy_secret is None,
             "min_containers": needed(self.recipe),
             "max_containers": fleet.max_replicas,
             "target_concurrency": fleet.concurrency,
@@ -100,6 +100,7 @@ class Deployment:
         """Of ``app.server``: for agents and evaluation; the trainer has one of its own."""
         return {
             **self._service(),
+            "secrets": self._gateway_secrets,
             "cpu": 2.0,
             "memory": 4 * GIB,
             "routing_region": self.site.routing_region,
@@ -114,7 +115,7 @@ class Deployment:
         trainer = self.training
         return {
             "image": self._image(*self.preparing_image()),
-            "secrets": self._secrets,
+            "secrets": self._gateway_secrets,  # one runs beside the trainer
             "gpu": f"{trainer.gpu}:{trainer.gpus_per_node}",
             "memory": _memory(trainer.memory_request_gib, trainer.memory_limit_gib),
             "ephemeral_disk": _disk(trainer.disk_gib),
@@ -147,7 +148,12 @@ class Deployment:
         """Of ``app.function``: what no repository has, on one of the trainer's nodes."""
         trainer = self.training
         memory = _memory(trainer.memory_request_gib, trainer.memory_limit_gib)
-        return {**self._preparing(), "gpu": f"{trainer.gpu}:{trainer.gpus_per_node}", "memory": memory}
+        return {
+            **self._preparing(),
+            "gpu": f"{trainer.gpu}:{trainer.gpus_per_node}",
+            "memory": memory,
+            "ephemeral_disk": _disk(trainer.disk_gib),
+        }
 
     def service(self) -> Arguments:
         """Of ``app.function``: Stitch's own commands."""
@@ -159,6 +165,10 @@ class Deployment:
             "volumes": volumes,
             "timeout": READY_SECONDS + HOUR,
         }
+
+    def ready(self) -> Arguments:
+        """Of ``app.function``: the gate before training, which asks a gateway of its own."""
+        return {**self.service(), "secrets": self._gateway_secrets}
 
     def _preparing(self) -> Arguments:
         return {
@@ -191,6 +201,12 @@ class Deployment:
     @property
     def _secrets(self) -> list[modal.Secret]:
         return [modal.Secret.from_name(name) for name in self.site.secrets]
+
+    @property
+    def _gateway_secrets(self) -> list[modal.Secret]:
+        """Of what runs a gateway over the pool: nothing else needs the way in."""
+        name = self.site.modal_proxy_secret
+        return [*self._secrets, *([modal.Secret.from_name(name)] if name else [])]
 
     @property
     def models(self) -> modal.Volume:
