@@ -129,6 +129,17 @@ def test_replicas_are_as_the_recipe_says(recipe: Recipe) -> None:
     assert one(documents, "PodDisruptionBudget", "math-replicas")["spec"]["maxUnavailable"] == 1
 
 
+def test_a_gateway_is_not_ended_while_it_is_installed() -> None:
+    """It was after 150 s, each time anew: a slow index of packages kept a run without one."""
+    deployment = one(manifests(catalogue.load("glm-4.5-air/fp8")), "Deployment", "math-gateway")
+    (gateway,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "pip install" in gateway["command"][-1]
+    started, alive = gateway["startupProbe"], gateway["livenessProbe"]
+    assert started["httpGet"] == alive["httpGet"] == {"path": "/health", "port": processes.GATEWAY_PORT}
+    assert started["periodSeconds"] * started["failureThreshold"] >= 900
+    assert "initialDelaySeconds" not in alive
+
+
 def test_gateways_find_replicas_and_each_other() -> None:
     recipe = catalogue.load("glm-4.5-air/fp8")
     alone = one(manifests(recipe), "Deployment", "math-gateway")
@@ -225,6 +236,46 @@ def test_agents_reach_the_session_server_of_the_trainers_head() -> None:
     selected = {**head["template"]["metadata"]["labels"], "ray.io/node-type": "head"}
     assert service["selector"] == selected
     assert "math-sessions" not in str(manifests(catalogue.load("glm-4.5-air/fp8")))
+
+
+@pytest.mark.parametrize("recipe", cases(trained=True))
+def test_a_limit_alone_is_not_requested_whole_which_no_host_of_that_size_could_give(recipe: Recipe) -> None:
+    """2048 GiB are a limit of Modal's; a host of 2 TiB has less to give, and the trainer waited for ever."""
+    trainer = recipe.trainer
+    assert trainer is not None
+    cluster = one(manifests(recipe), "RayJob", "math-train")["spec"]["rayClusterSpec"]
+    (node,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    asked = node["resources"]["requests"].get("memory")
+    if trainer.memory_request_gib is not None:
+        assert asked == f"{trainer.memory_request_gib}Gi"
+    elif trainer.memory_limit_gib is not None:
+        assert asked == "1Gi"
+        assert node["resources"]["limits"]["memory"] == f"{trainer.memory_limit_gib}Gi"
+    else:
+        assert "memory" not in str(node["resources"])
+
+
+def test_nodes_that_convert_together_are_not_held_while_checkpoints_are_downloaded() -> None:
+    """Both Jobs were applied at once: 64 GPUs of kimi-k2.6/nvfp4 waited hours for one node's conversion."""
+    recipe = catalogue.load("kimi-k2.6/nvfp4")
+    (text,) = [f.text for f in kubernetes.render(recipe, site_for(recipe)) if f.name == "1-prepare.yaml"]
+    commands = [line[1:].strip() for line in text.splitlines() if line.startswith("#   kubectl")]
+    wait = "wait --for=condition=complete --timeout=12h"
+    assert commands == [
+        "kubectl --namespace default apply -f 1-prepare.yaml",
+        f"kubectl --namespace default {wait} job/math-prepare",
+        "kubectl --namespace default apply -f 1-prepare-together.yaml",
+        f"kubectl --namespace default {wait} job/math-convert",
+        "kubectl --namespace default apply -f .",
+        "kubectl --namespace default delete -f .",
+    ]
+
+
+@pytest.mark.parametrize("recipe", cases())
+def test_no_service_of_the_namespace_sets_a_variable(recipe: Recipe) -> None:
+    for document in manifests(recipe):
+        for pod in pods(document):
+            assert pod["enableServiceLinks"] is False
 
 
 def several_nodes() -> tuple[Recipe, list[processes.Process]]:

@@ -11,8 +11,9 @@ from ..errors import RecipeError
 from ..schema import Recipe
 from ..site import Site
 from .files import File
-from .manifests import convert, gateways, housekeeping, prepare, replicas, sessions, settings, trainer
+from .manifests import gateways, housekeeping, replicas, sessions, settings, trainer
 from .pods import Manifest
+from .preparing import convert, prepare
 
 
 def render(recipe: Recipe, site: Site) -> list[File]:
@@ -24,14 +25,16 @@ def render(recipe: Recipe, site: Site) -> list[File]:
 
     def file(name: str, comment: str, *manifests: Manifest) -> File:
         return _file(
-            name, comment.format_map({**site.model_dump(), "jobs": jobs, "claims": claims}), manifests
+            name, comment.format_map({**site.model_dump(), "first": first, "claims": claims}), manifests
         )
 
     claims = site.models_claim
     if recipe.trainer is not None:
         claims += f", {site.data_claim}, {site.saves_claim}"
     several = convert(recipe, recipe.trainer, site) if recipe.trainer else []
-    jobs = "-f 1-prepare.yaml" + (" -f 1-prepare-together.yaml" if several else "")
+    first = _first(site, "1-prepare.yaml", "prepare")
+    if several:
+        first += "\n" + _first(site, "1-prepare-together.yaml", "convert")
 
     files = [
         file("1-prepare.yaml", _PREPARE, prepare(recipe, site)),
@@ -49,14 +52,15 @@ def render(recipe: Recipe, site: Site) -> list[File]:
 
 _PREPARE = """Makes prompts and checkpoints, then creates the run. The site's secrets have to be there, and
 PersistentVolumeClaims for many readers and writers: {claims}.
-The other parts wait for this one, but hold GPUs meanwhile: the first time, apply the Jobs alone and wait for
-them. A Job is not changed by a second apply: after changing the recipe, delete it first.
+The other parts wait for this one, but hold GPUs meanwhile: the first time, apply each Job alone and wait for
+it. A Job is not changed by a second apply: after changing the recipe, delete it first.
 
-First:       kubectl --namespace {namespace} apply {jobs}
-             kubectl --namespace {namespace} wait --for=condition=complete --timeout=12h job --selector \\
-                 app.kubernetes.io/instance={name}
-Then:        kubectl --namespace {namespace} apply -f .
-End it all:  kubectl --namespace {namespace} delete -f .      (versions in the store and saves stay)"""
+First:
+{first}
+Then:
+  kubectl --namespace {namespace} apply -f .
+End it all; versions in the store and saves stay:
+  kubectl --namespace {namespace} delete -f ."""
 _CONVERT = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
 trainer's nodes at once, after the run was created. If it fails, delete the Job and apply again."""
 _REPLICAS = """The replicas. More or fewer, at any time:
@@ -73,6 +77,13 @@ checkpoint and counts on. Stop training alone:
 
 _SESSIONS = """
 Agents ask its session server, at {name}-sessions, which asks for no token either."""
+
+
+def _first(site: Site, file: str, component: str) -> str:
+    """How one Job is run to its end before anything else holds GPUs."""
+    kubectl = f"  kubectl --namespace {site.namespace}"
+    wait = f"wait --for=condition=complete --timeout=12h job/{site.name}-{component}"
+    return f"{kubectl} apply -f {file}\n{kubectl} {wait}"
 
 
 def _file(name: str, comment: str, manifests: Sequence[Manifest]) -> File:

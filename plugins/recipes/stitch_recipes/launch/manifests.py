@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
 from .. import processes, training
-from ..processes import GATEWAY_PORT, REPLICA_PORT, Process
+from ..processes import GATEWAY_PORT, REPLICA_PORT
 from ..schema import Engine, Recipe, Trainer
 from ..site import Site
 from .common import (
@@ -13,7 +11,6 @@ from .common import (
     PREPARE_SECONDS,
     READY_SECONDS,
     RESTARTS,
-    alone,
     dumped,
     engine_image,
     engine_setup,
@@ -42,102 +39,15 @@ from .pods import (
     variables,
     waiting,
 )
+from .preparing import of_a_trainer
 
 LEAVE_SECONDS = 10
 """Until every gateway has seen that a pod is to end; only then is its process told."""
 
-_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+INSTALL_SECONDS = 900
+"""Until a service on a plain image has been installed, from a slow index too."""
 
 PROBE = {"periodSeconds": 5, "timeoutSeconds": 5}
-
-
-def prepare(recipe: Recipe, site: Site) -> Manifest:
-    """A Job: the steps one after the other, as init containers, then the claim of a run that is not there."""
-    trainer = recipe.trainer
-    places = {"models": (site.models, site.models_claim)}
-    if trainer and trainer.data:
-        places["data"] = (site.data, site.data_claim)
-    files = [mount(name, place) for name, (place, _) in places.items()]
-    image = trainer_image(trainer, site) if trainer else engine_image(recipe, site)
-    setup = trainer_setup(trainer, site) if trainer else engine_setup(site)
-    made = alone(recipe, site)
-    converts = any(step.converts for step in made)
-    steps = [
-        container(
-            f"step-{i}", image, script(setup, step), site,
-            # Ranks of one node meet in /dev/shm, of which a container has 64 MB.
-            volumeMounts=[*files, mount("shm", "/dev/shm")] if step.converts else files,
-            env=variables(step.environment),
-            resources=_of_a_trainer(trainer) if trainer and step.converts else {},
-        )
-        for i, step in enumerate(made, 1)
-    ]  # fmt: skip
-    known, claim = (shlex.join(p.argv) for p in (processes.known(site), processes.claim(recipe, site)))
-    create = Process(("bash", "-c", f"{known} >/dev/null 2>&1 || exec {claim}"))
-    spec = pod(
-        site,
-        [service_container("claim", create, site, volumeMounts=[mount("models", site.models)])],
-        initContainers=steps,
-        restartPolicy="Never",
-        nodeSelector=site.trainer_nodes if converts else {},
-        volumes=[
-            *(claim_volume(name, claim) for name, (_, claim) in places.items()),
-            *([memory_volume(trainer.memory_limit_gib)] if trainer and converts else []),
-        ],
-    )
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata(site, "prepare"),
-        "spec": {"backoffLimit": 3, "template": template(site, "prepare", spec)},
-    }
-
-
-def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
-    """For each step of several nodes: a Job with a pod for each, and the Service by which they meet."""
-    made: list[Manifest] = []
-    for step in together(recipe, site):
-        name = f"{site.name}-convert"
-        node = container(
-            "node", trainer_image(trainer, site), script(trainer_setup(trainer, site), step), site,
-            env=[
-                *variables({**step.environment, "MASTER_ADDR": f"{name}-0.{name}"}),
-                # Set by the Job's controller; it is the node's number.
-                {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-            ],
-            resources=_of_a_trainer(trainer),
-            volumeMounts=[mount("models", site.models), mount("shm", "/dev/shm")],
-        )  # fmt: skip
-        spec = pod(
-            site, [node],
-            initContainers=[waiting("run-is-there", processes.known(site), site, PREPARE_SECONDS)],
-            restartPolicy="Never",
-            subdomain=name,
-            nodeSelector=site.trainer_nodes,
-            volumes=[claim_volume("models", site.models_claim), memory_volume(trainer.memory_limit_gib)],
-        )  # fmt: skip
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(site, "convert")}
-        job = {
-            # One that fails alone cannot meet the others again.
-            "backoffLimit": 0,
-            "completionMode": "Indexed",
-            "completions": step.nodes,
-            "parallelism": step.nodes,
-            "template": template(site, "convert", spec),
-        }
-        meta = metadata(site, "convert")
-        made += [
-            {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
-            {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": job},
-        ]
-    return made
-
-
-def _of_a_trainer(trainer: Trainer) -> Manifest:
-    return resources(
-        gpus=trainer.gpus_per_node, request=trainer.memory_request_gib, limit=trainer.memory_limit_gib,
-        disk=trainer.disk_gib,
-    )  # fmt: skip
 
 
 def replicas(recipe: Recipe, site: Site) -> list[Manifest]:
@@ -240,13 +150,15 @@ def gateways(recipe: Recipe, site: Site) -> list[Manifest]:
         f"dns:{site.name}-gateway-peers:{GATEWAY_PORT}" if several else None,
     )  # fmt: skip
     probe = {"httpGet": {"path": "/ready", "port": GATEWAY_PORT}, **PROBE}
+    alive = {"httpGet": {"path": "/health", "port": GATEWAY_PORT}, **PROBE}
     server = service_container(
         "gateway", process, site,
         ports=[{"name": "http", "containerPort": GATEWAY_PORT}],
         resources=resources(cpu="2", request=4, limit=8),
         readinessProbe={**probe, "failureThreshold": 2},
-        livenessProbe={**PROBE, "httpGet": {"path": "/health", "port": GATEWAY_PORT}, "failureThreshold": 6,
-                       "initialDelaySeconds": 120},
+        # Nothing answers until it is installed.
+        startupProbe={**alive, "failureThreshold": INSTALL_SECONDS // PROBE["periodSeconds"]},
+        livenessProbe={**alive, "failureThreshold": 6},
     )  # fmt: skip
     selector = labels(site, "gateway")
     ports = [{"name": "http", "port": GATEWAY_PORT}]
@@ -377,7 +289,7 @@ def _node(recipe: Recipe, trainer: Trainer, site: Site, name: str) -> Manifest:
         # KubeRay puts this before its own `ray start`, in one line of a shell.
         args=[escaped(" && ".join(setup) + " || exit 1")] if setup else [],
         env=variables(process.environment),
-        resources=_of_a_trainer(trainer),
+        resources=of_a_trainer(trainer),
         volumeMounts=[
             mount("models", site.models, readOnly=True), mount("data", site.data), mount("saves", site.saves),
             mount("settings", SETTINGS, readOnly=True), mount("shm", "/dev/shm"),

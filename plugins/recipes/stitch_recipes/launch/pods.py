@@ -15,6 +15,9 @@ Manifest = dict[str, Any]
 SETTINGS = "/etc/stitch"
 """Where the ConfigMap with the trainer's settings is mounted."""
 
+LEAST_MEMORY = "1Gi"
+"""Requested where a recipe has a limit alone: who has all of a host's GPUs has its memory as well."""
+
 
 def labels(site: Site, component: str) -> dict[str, str]:
     return {
@@ -88,6 +91,9 @@ def resources(
         requests["cpu"] = cpu
     if request:
         requests["memory"] = f"{request}Gi"
+    elif limit:
+        # Without one Kubernetes would request the limit, for which a host of just that size has no room.
+        requests["memory"] = LEAST_MEMORY
     if limit:
         limits["memory"] = f"{limit}Gi"
     if disk:
@@ -122,11 +128,15 @@ def store_directory(site: Site) -> str:
 
 
 def pod(site: Site, containers: list[Manifest], **more: Any) -> Manifest:
-    """A pod that talks to no Kubernetes API, with the volume of a file: store."""
+    """A pod that talks to no Kubernetes API, with the volume of a file: store.
+
+    It gets no variables for the namespace's Services either: one of STITCH_... or MASTER_PORT could be meant.
+    """
     volumes = list(more.pop("volumes", []))
     if _store_mount(site):
         volumes.append(claim_volume("store", site.store_claim or ""))
-    given = {"automountServiceAccountToken": False, **more, "containers": containers, "volumes": volumes}
+    alone = {"automountServiceAccountToken": False, "enableServiceLinks": False}
+    given = {**alone, **more, "containers": containers, "volumes": volumes}
     return {key: value for key, value in given.items() if value not in ([], {}, None)}
 
 
