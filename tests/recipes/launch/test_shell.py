@@ -131,6 +131,41 @@ def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:
     assert "hf download Qwen/Qwen3-0.6B" in served
 
 
+def test_hosts_prepare_at_once_what_the_first_has_not_done_for_all(tmp_path: Path) -> None:
+    """32 hosts that share nothing fetched a checkpoint one after another, for hours, with all GPUs idle."""
+    recipe = catalogue.load("glm-4.5-air/fp8")
+    trained, served = [f"me@train-{i}" for i in range(4)], [f"me@serve-{i}" for i in (0, 1, 2)]
+    log = tmp_path / "log"
+    rendered(
+        recipe, tmp_path, secrets=[], replicas=[served[0], served[0], *served[1:]],
+        ssh=["bash", "-c", f'echo "begin $0 $1" >> {log}; sleep 0.5; echo "end $0 $1" >> {log}; echo x'],
+    )  # fmt: skip
+    script = (tmp_path / "launch.sh").read_text().partition("\npart=")[0]
+    (tmp_path / "launch.sh").write_text(f"{script}\nprepare\n")
+    done = bash("./launch.sh", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "me@train-3: x" in done.stderr
+    events = [line.split()[:2] for line in log.read_text().splitlines()]
+    for group in (trained, served):
+        own, events = events[: 2 * len(group)], events[2 * len(group) :]
+        assert own[:2] == [["begin", group[0]], ["end", group[0]]]
+        begun, ended = own[2 : len(group) + 1], own[len(group) + 1 :]
+        assert sorted(begun) == [["begin", host] for host in group[1:]]
+        assert sorted(ended) == [["end", host] for host in group[1:]]
+    assert events == []
+
+
+def test_a_host_that_fails_to_prepare_is_named_and_stops_the_launch(tmp_path: Path) -> None:
+    failing = "[[ $0 != *-1 ]] || sleep 0.5; [[ $0 != *-2 ]]"
+    rendered(catalogue.load("glm-4.5-air/fp8"), tmp_path, secrets=[], ssh=["bash", "-c", failing])
+    script = (tmp_path / "launch.sh").read_text().partition("\npart=")[0]
+    (tmp_path / "launch.sh").write_text(f"{script}\nprepare\necho went on\n")
+    done = bash("./launch.sh", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["me@train-2: ./prepare.sh failed"]
+    assert done.stdout == ""
+
+
 def test_hosts_convert_together_what_one_cannot(tmp_path: Path) -> None:
     """Each with its number and the head's address; launch.sh fails if one of them does."""
     recipe = catalogue.load("glm-5.2/nvfp4")

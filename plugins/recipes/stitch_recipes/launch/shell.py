@@ -91,6 +91,7 @@ def _settings(recipe: Recipe, site: Site) -> str:
         "hosts": hosts,
         "replica_hosts": site.replicas,
         "replica_slots": map(str, _slots(site.replicas)),
+        "serving_hosts": dict.fromkeys(site.replicas),
         "gateway_host": gateway,
         "first": first,
         "everywhere": dict.fromkeys([*hosts, gateway, *site.replicas]),

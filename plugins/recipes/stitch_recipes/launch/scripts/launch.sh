@@ -37,10 +37,33 @@ install() {
 }
 
 prepare() {
-  local host
-  for host in "${hosts[@]}"; do on "$host" ./prepare.sh; done
+  everyone "${hosts[@]}" -- ./prepare.sh
   together
-  for host in "${replica_hosts[@]}"; do on "$host" ./prepare.sh served; done
+  everyone "${serving_hosts[@]}" -- ./prepare.sh served
+}
+
+# HOST... -- WORD...: one of the scripts on all of these hosts. The first one goes alone, so that what they share is
+# there for the others; those go at once, since what they do not share can be terabytes for each.
+everyone() {
+  local host line i names=() jobs=() failed=0
+  while [[ $1 != -- ]]; do
+    names+=("$1")
+    shift
+  done
+  shift
+  ((${#names[@]} > 0)) || return 0
+  on "${names[0]}" "$@"
+  for host in "${names[@]:1}"; do
+    { on "$host" "$@" 2>&1 | while IFS= read -r line; do say "$host: $line"; done; } &
+    jobs+=($!)
+  done
+  for i in "${!jobs[@]}"; do
+    wait "${jobs[i]}" || {
+      say "${names[i + 1]}: $* failed"
+      failed=1
+    }
+  done
+  ((failed == 0)) || exit 1
 }
 
 # What one host has no room for: the trainer's hosts share the directory of models.
