@@ -49,7 +49,8 @@ class Site(Part):
     )
     package: Word = Field(
         "stitch-rl",
-        description="what pip installs on the stock images: a release, git+https://..., or a file there",
+        description="what pip installs on the stock images: a release, git+https://..., or a file there; "
+        "without a version (stitch-rl==...) what starts in the middle of a run may be newer than the rest",
     )
     trainer_image: Word | None = Field(
         None, description="an image that has Stitch, in place of the framework's own"
@@ -89,6 +90,11 @@ class Site(Part):
         None, description="Kubernetes: storage class of nvme; else the node's disk for containers"
     )
     trainer_nodes: Selector = Field({}, description="Kubernetes: node labels for the trainer")
+    trainer_network: Selector = Field(
+        {},
+        description="Kubernetes: the network devices that each node of a trainer of several gets, so many of "
+        "each, such as 8 of rdma/ib; without any, NCCL is left to the pods' own slower network",
+    )
     engine_nodes: Selector = Field({}, description="Kubernetes: node labels for replicas")
 
     cloud: Word | None = Field(None, description="Modal: the cloud for GPUs")

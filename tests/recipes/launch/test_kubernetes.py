@@ -255,6 +255,27 @@ def test_a_limit_alone_is_not_requested_whole_which_no_host_of_that_size_could_g
         assert "memory" not in str(node["resources"])
 
 
+@pytest.mark.parametrize("name", ["kimi-k2.6/nvfp4", "qwen3-30b-a3b/miles"])
+def test_nodes_that_train_or_convert_together_get_the_sites_network(name: str) -> None:
+    """Nothing asked for it: 16 nodes would have trained over the pods' own network."""
+    recipe = catalogue.load(name)
+    assert recipe.trainer is not None
+    documents = manifests(recipe, trainer_network={"rdma/ib": "8"})
+    for document in documents:
+        for version in VERSIONS:
+            check(document, version)
+    meant = {("Job", "math-convert"), ("RayJob", "math-train")} if recipe.trainer.nodes > 1 else set()
+    given = {(d["kind"], d["metadata"]["name"]) for d in documents if "rdma/ib" in str(d)}
+    assert given == meant
+    for document in documents:
+        for pod in pods(document):
+            for container in pod["containers"] if "rdma/ib" in str(document) else []:
+                asked = container["resources"]
+                assert asked["limits"]["rdma/ib"] == asked["requests"]["rdma/ib"] == "8"
+                assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert "IPC_LOCK" not in str(manifests(recipe))
+
+
 def test_nodes_that_convert_together_are_not_held_while_checkpoints_are_downloaded() -> None:
     """Both Jobs were applied at once: 64 GPUs of kimi-k2.6/nvfp4 waited hours for one node's conversion."""
     recipe = catalogue.load("kimi-k2.6/nvfp4")

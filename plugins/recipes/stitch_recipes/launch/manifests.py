@@ -39,7 +39,7 @@ from .pods import (
     variables,
     waiting,
 )
-from .preparing import of_a_trainer
+from .preparing import of_a_trainer, on_the_network
 
 LEAVE_SECONDS = 10
 """Until every gateway has seen that a pod is to end; only then is its process told."""
@@ -283,13 +283,14 @@ def trainer(recipe: Recipe, trainer: Trainer, site: Site) -> Manifest:
 
 def _node(recipe: Recipe, trainer: Trainer, site: Site, name: str) -> Manifest:
     process = training.trainer(recipe, site, f"{site.name}-gateway", SETTINGS)
-    setup = trainer_setup(trainer, site)
+    setup, several = trainer_setup(trainer, site), trainer.nodes > 1
     node = container(
         name, trainer_image(trainer, site), [], site,
         # KubeRay puts this before its own `ray start`, in one line of a shell.
         args=[escaped(" && ".join(setup) + " || exit 1")] if setup else [],
         env=variables(process.environment),
-        resources=of_a_trainer(trainer),
+        resources=of_a_trainer(trainer, site.trainer_network if several else None),
+        **(on_the_network(site) if several else {}),
         volumeMounts=[
             mount("models", site.models, readOnly=True), mount("data", site.data), mount("saves", site.saves),
             mount("settings", SETTINGS, readOnly=True), mount("shm", "/dev/shm"),

@@ -82,11 +82,11 @@ def gate(url: str, count: int, seconds: int, site: Site) -> Manifest:
 
 def resources(
     *, gpus: int = 0, cpu: str | None = None, request: int | None = None, limit: int | None = None,
-    disk: int | None = None,
+    disk: int | None = None, devices: Mapping[str, str] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Of a container; memory and disk in GiB. GPUs and disk are limits as well."""
-    requests: Manifest = {}
-    limits: Manifest = {}
+    """Of a container; memory and disk in GiB. GPUs, other devices and disk are limits as well."""
+    requests: Manifest = dict(devices or {})
+    limits: Manifest = dict(devices or {})
     if cpu:
         requests["cpu"] = cpu
     if request:

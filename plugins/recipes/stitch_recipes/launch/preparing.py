@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from .. import processes
 from ..processes import Process
@@ -83,7 +84,8 @@ def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
                 # Set by the Job's controller; it is the node's number.
                 {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
             ],
-            resources=of_a_trainer(trainer),
+            resources=of_a_trainer(trainer, site.trainer_network),
+            **on_the_network(site),
             volumeMounts=[mount("models", site.models), mount("shm", "/dev/shm")],
         )  # fmt: skip
         spec = pod(
@@ -111,9 +113,16 @@ def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
     return made
 
 
-def of_a_trainer(trainer: Trainer) -> Manifest:
-    """What one of the trainer's nodes asks for."""
+def on_the_network(site: Site) -> Manifest:
+    """Of a container that talks to other nodes by NCCL: the site's devices, and the right to lock memory."""
+    if not site.trainer_network:
+        return {}
+    return {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
+
+
+def of_a_trainer(trainer: Trainer, network: Mapping[str, str] | None = None) -> Manifest:
+    """What one of the trainer's nodes asks for; ``network``: the site's, for one of several."""
     return resources(
         gpus=trainer.gpus_per_node, request=trainer.memory_request_gib, limit=trainer.memory_limit_gib,
-        disk=trainer.disk_gib,
+        disk=trainer.disk_gib, devices=network,
     )  # fmt: skip
