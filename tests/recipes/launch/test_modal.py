@@ -145,7 +145,11 @@ def test_a_recipe_that_only_serves_has_no_trainer(tmp_path: Path, loaded: list[s
     # A plain Python image has no program that downloads.
     assert app.run.preparing_image()[0] == "lmsysorg/sglang:v0.5.23"
     assert volumes(app.download.info()) == {"/models": "models"}
-    assert "train" not in (tmp_path / "app.py").read_text().split("def main")[1]
+    text = (tmp_path / "app.py").read_text()
+    assert "train" not in text.split("def main")[1]
+    assert "start training" not in text
+    assert "the trainer claims" not in text
+    assert not re.search(r"# </?[a-z]+>", text)
 
 
 def test_secrets_are_names_and_other_stores_mount_nothing(tmp_path: Path, loaded: list[str]) -> None:
@@ -183,7 +187,8 @@ def test_an_open_pool_says_so_and_names_no_secret_but_the_sites(tmp_path: Path, 
     text = (tmp_path / "app.py").read_text()
     assert "reachable by whoever" in text
     assert "Modal lets nobody into the pool" not in text
-    assert not re.search(r"# </?(open|closed)>", text)
+    assert "start training" in text
+    assert not re.search(r"# </?[a-z]+>", text)
 
 
 def test_a_conversion_has_the_disk_of_a_trainers_node_as_on_kubernetes(

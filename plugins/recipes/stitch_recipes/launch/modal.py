@@ -33,6 +33,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     text = _part(text, "convert", any(step.converts for step in alone(recipe, site)))
     text = _part(text, "together", bool(together(recipe, site)))
     text = _part(text, "trainer", recipe.trainer is not None)
+    text = _part(text, "serving", recipe.trainer is None)
     run = {
         "recipe": recipe.model_dump(mode="json", exclude_none=True),
         "site": site.model_dump(exclude_none=True),
