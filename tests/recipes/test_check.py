@@ -103,6 +103,7 @@ AIR, FLASH, GLM, NVFP4, K3, QWEN = (
         (AIR, "versions/anchor_every", None, "versions.anchor_every: without fulls"),
         (GLM, "engine/environment/FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "NVFP4_4OVER6_ERR_MODE: the"),
         (NVFP4, "trainer/flags/num-layers-at-end-in-bf16", 1, "trainer.flags.num-layers-at-end-in-bf16: 1,"),
+        (NVFP4, "trainer/flags/megatron-to-hf-mode", "bridge", "trainer.flags.megatron-to-hf-mode: a model"),
         (AIR, "unknown", {}, "checkpoints.fp8-block.image_gb: left out"),
         (K3, "unknown", {"checkpoints.mxfp4.image_gb": "why"}, "unknown.checkpoints.mxfp4.image_gb: the"),
         (K3, "unknown", {"engine.colour": "why"}, "unknown.engine.colour: there is no such field"),

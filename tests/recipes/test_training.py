@@ -90,6 +90,14 @@ def test_a_model_that_does_not_think_is_not_graded_by_what_follows_its_thoughts(
     assert trainer.flags["rm-type"] == "math"
 
 
+def test_kimi_k2_6_trains_with_the_rotary_frequencies_that_it_is_served_with() -> None:
+    """Miles' kimi-k2-thinking says beta_fast 1, its kimi-k25 says 32, as config.json does."""
+    recipe = catalogue.load("kimi-k2.6/nvfp4")
+    assert recipe.trainer is not None
+    assert recipe.model.geometry.config["rope_scaling"]["beta_fast"] == 32
+    assert recipe.trainer.model_script == "kimi-k25"
+
+
 def test_a_recipe_that_only_serves_has_no_trainer_to_start() -> None:
     with pytest.raises(RecipeError, match="it only serves"):
         training.trainer(catalogue.load("kimi-k3/mxfp4-serve"), SITE, "gateway", "/run")

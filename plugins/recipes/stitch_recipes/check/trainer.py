@@ -11,6 +11,7 @@ from ..schema import Recipe, Trainer
 from ..site import read_site
 from . import flags
 
+BRIDGE = "trainer.flags.megatron-to-hf-mode"
 DATA = "{data}/"
 ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
 
@@ -47,6 +48,9 @@ def problems(recipe: Recipe) -> Iterator[str]:
     for name, hook in REFUSED.get(trainer.framework, {}).items():
         if trainer.flags.get(name, False) is not False and hook in stitch:
             yield f"trainer.flags.{name}: {trainer.framework} refuses it beside --{hook}, which Stitch adds"
+    if trainer.flags.get("megatron-to-hf-mode") == "bridge" and "te-precision-config-file" in trainer.files:
+        # _apply_bridge_runtime_config of miles/backends/megatron_utils/model_provider.py at 31f1ca961
+        yield f"{BRIDGE}: a model of Megatron-Bridge gets no te-precision-config-file, and trains in BF16"
     yield from flags.problems("trainer.conversion.flags", trainer.conversion.flags, known)
     if "PYTHONPATH" in trainer.environment:
         yield "trainer.environment.PYTHONPATH: it follows from trainer.modules"
