@@ -85,7 +85,7 @@ def test_checkpoints_are_made_after_those_that_they_are_made_of() -> None:
 
 @pytest.mark.parametrize("name", ["moonlight-16b-a3b/slime", "qwen3-0.6b/miles"])
 def test_a_model_whose_thoughts_do_not_end_is_not_graded_by_what_follows_them(name: str) -> None:
-    """deepscaler gives 0 to an answer without </think>: Moonlight does not think, and 2,048 tokens are few."""
+    """deepscaler gives 0 to an answer without </think>: Moonlight has none, and 2,048 tokens are few."""
     trainer = catalogue.load(name).trainer
     assert trainer is not None
     assert trainer.flags["rm-type"] == "math"
