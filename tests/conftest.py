@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("stitch_core.testing")
 
 # The same examples on every run, and no deadline: a busy machine is not a failure. `make test` takes "full".
 settings.register_profile("fast", deadline=None, derandomize=True, max_examples=30)
-settings.register_profile("full", deadline=None, derandomize=True)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("STITCH_HYPOTHESIS", "fast"))
 
