@@ -46,7 +46,8 @@ class Prepared(Part):
 
     of: Name = Field(description="the checkpoint that it is converted from")
     command: str = Field(
-        description="a shell command of the trainer's image; {source} and {target} are directories"
+        description="a shell command of the trainer's image; {source} and {target} are directories, "
+        "{miles} and {slime} where the image has the framework"
     )
 
 

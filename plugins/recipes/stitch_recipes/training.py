@@ -37,8 +37,9 @@ def prepare(recipe: Recipe, site: Site) -> list[Process]:
             )
         elif checkpoint.prepared is not None:
             source = directory(recipe, site, checkpoint.prepared.of)
-            command = checkpoint.prepared.command.replace("{source}", shlex.quote(source))
-            command = command.replace("{target}", shlex.quote(target)).strip()
+            command = checkpoint.prepared.command.strip()
+            for word, path in {"source": source, "target": target, **HOME}.items():
+                command = command.replace(f"{{{word}}}", shlex.quote(path))
             environment = recipe.trainer.environment if recipe.trainer else {}
             steps.append(Process(("bash", "-c", command), environment, converts=True))
     if recipe.trainer is not None and not _bridge(recipe.trainer):
