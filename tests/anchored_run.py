@@ -60,9 +60,16 @@ class Run:
         return self.versions[-1]
 
     async def anchor(self, number: int) -> Record:
-        directory = self.root / f"full{number}"
-        write_checkpoint(directory, FILES, self.trainer.weights[self.versions[number].state])
-        return (await upload_full(self.memory, self.versions[number], directory, FILES, **HOW))[0]
+        return (await upload_full(self.memory, self.versions[number], self.directory(number), FILES, **HOW))[
+            0
+        ]
+
+    def directory(self, number: int) -> Path:
+        """A version's weights as a checkpoint, written once."""
+        path = self.root / f"at{number}"
+        if not path.exists():
+            write_checkpoint(path, FILES, self.trainer.weights[self.versions[number].state])
+        return path
 
     async def span(self, since: int, number: int) -> Record:
         a, b = self.versions[since], self.versions[number]

@@ -17,7 +17,6 @@ from stitch_core.records import list_records, read_record
 from stitch_core.replica.anchoring import ReplicaAnchors
 from stitch_core.retry import Retry
 from stitch_core.stores.memory import MemoryStore
-from stitch_core.testing.checkpoints import write_checkpoint
 from tests.anchored_run import HandClock, Run
 from tests.replica.following import Following
 from tests.small_run import FILES, inline
@@ -39,13 +38,6 @@ async def run(tmp_path: Path) -> Run:
     return run
 
 
-def directory(run: Run, number: int) -> Path:
-    path = run.root / f"at{number}"
-    if not path.exists():
-        write_checkpoint(path, FILES, run.trainer.weights[run.versions[number].state])
-    return path
-
-
 async def test_a_full_is_due_every_so_many_versions(run: Run) -> None:
     job = anchors(run)
     assert not await job.due(run.versions[2])
@@ -60,7 +52,7 @@ async def test_a_full_is_due_every_so_many_versions(run: Run) -> None:
 
 async def test_one_of_many_uploads_it(run: Run) -> None:
     jobs = [anchors(run, f"job{i}") for i in range(6)]
-    path = directory(run, 4)
+    path = run.directory(4)
     done = await asyncio.gather(*(job.anchor(run.versions[4], path, FILES) for job in jobs))
     assert [one.new for one in done].count(True) == 1
     creates = [key for name, key in run.store.calls if name == "create" and "/fulls/" in key]

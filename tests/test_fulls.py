@@ -14,7 +14,6 @@ from stitch_core.manifest import bytes_digest, canonical_json
 from stitch_core.ports import Capabilities, StoreError
 from stitch_core.records import Record, list_records
 from stitch_core.stores.memory import MemoryStore
-from stitch_core.testing.checkpoints import write_checkpoint
 from tests.anchored_run import HOW, Run
 from tests.small_run import FILES, inline
 
@@ -27,15 +26,8 @@ async def run(tmp_path: Path) -> Run:
     return run
 
 
-def directory(run: Run, number: int) -> Path:
-    path = run.root / f"at{number}"
-    if not path.exists():
-        write_checkpoint(path, FILES, run.trainer.weights[run.versions[number].state])
-    return path
-
-
 async def upload(run: Run, number: int, damage: Damage | None = None) -> tuple[Record, bool]:
-    path = directory(run, number)
+    path = run.directory(number)
     return await upload_full(run.store, run.versions[number], path, FILES, damage=damage, **HOW)
 
 
@@ -80,7 +72,7 @@ async def test_a_store_that_digests_is_not_believed_when_a_full_is_read_back(run
     assert await find_full(store, run.versions[4], "r", how=HOW, read_back=True) is None
     damage = Damage(problems={first.digest(): "damaged"})
     second, _ = await upload_full(
-        store, run.versions[4], directory(run, 4), FILES, damage=damage, **HOW
+        store, run.versions[4], run.directory(4), FILES, damage=damage, **HOW
     )  # fmt: skip
     assert await find_full(store, run.versions[4], "r", how=HOW, read_back=True) == second
 
@@ -126,7 +118,7 @@ async def test_a_record_of_a_later_release_is_not_damaged(run: Run) -> None:
 
 
 async def test_so_many_damaged_fulls_are_enough(run: Run) -> None:
-    first = describe_full(run.versions[4], directory(run, 4), FILES)
+    first = describe_full(run.versions[4], run.directory(4), FILES)
     damage = Damage(problems={as_copy(first, i)[0].digest(): "damaged" for i in range(COPIES)})
     with pytest.raises(Exception, match=r"8 fulls of r/weight_v000004 are there, and all are damaged"):
         await upload(run, 4, damage)
@@ -134,7 +126,7 @@ async def test_so_many_damaged_fulls_are_enough(run: Run) -> None:
 
 async def test_a_copys_mark_does_not_spread(run: Run) -> None:
     """A replica that started from a copy has its mark among its files; its own fulls have none."""
-    (directory(run, 4) / COPY_FILE).write_text("3\n")
+    (run.directory(4) / COPY_FILE).write_text("3\n")
     record, _ = await upload(run, 4)
     assert COPY_FILE not in [file.name for file in record.representation.files]
 
