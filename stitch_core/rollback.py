@@ -81,7 +81,8 @@ class Rollback:
     """Rolls back the run of ``publisher``, which has claimed nothing. ``work`` is scratch space.
 
     ``checkpoint`` is the directory of a checkpoint of any version of the run, if there is one at hand: the
-    merged bytes are proven by it, and a full is built from it. ``say`` is told what is going on.
+    merged bytes are proven by it, and a full is built from it. ``say`` is told what is going on, and
+    ``workers`` threads rebuild a full, by default one for each CPU.
     """
 
     store: Store
@@ -95,6 +96,7 @@ class Rollback:
     say: Callable[[str], None] = lambda _: None
     retry: Retry = field(default_factory=Retry)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         self._chain = ChainReader(self.store)
@@ -323,7 +325,7 @@ class Rollback:
         self.say(f"rebuilding version {goal.number}")
         root = self.work / "host"
         await self.run_blocking(self.files.remove_tree, root)
-        host = HostCheckpoint(root, self.files)
+        host = HostCheckpoint(root, self.files, workers=self.workers)
         stager = Stager(
             self.store, self._chain, host, None, files=self.files, clock=self.clock, rng=self.rng,
             run_blocking=self.run_blocking, activity=self.say,

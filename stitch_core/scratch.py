@@ -8,6 +8,7 @@ gets this name only after it was locked, so there is no moment in which a new di
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -105,16 +106,17 @@ def _sweep(parent: Path, prefix: str, files: Files) -> None:
         # What cannot be looked at or removed is another user's, or another process is removing it.
         with contextlib.suppress(OSError):
             if _may_be_left(path, files):
+                # The lock comes second: it makes a file, also in what a living process is just removing.
                 with files.lock(path / OWNER, 0.0):
-                    if not _may_run(files.read(path / OWNER)):
-                        _remove(path, files)
-                        removed += 1
+                    _remove(path, files)
+                    removed += 1
 
 
 def _may_be_left(path: Path, files: Files) -> bool:
-    """Whether it is a directory of this user's (no link to one) that was once some process' own."""
+    """Whether it is a directory of this user's (no link to one) whose owner does not run here."""
     status = os.lstat(path)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and files.exists(path / OWNER)
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return mine and not _may_run(files.read(path / OWNER))
 
 
 def _remove(path: Path, files: Files) -> None:
@@ -126,7 +128,12 @@ def _remove(path: Path, files: Files) -> None:
                     files.remove(path / name)
                 except IsADirectoryError:
                     files.remove_tree(path / name)
-    files.remove_tree(path)
+    try:
+        files.remove_tree(path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        files.remove_tree(path)  # a sweeping process has made a file to lock, where only locks tell who lives
 
 
 def _may_run(owner: bytes) -> bool:

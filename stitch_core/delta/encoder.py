@@ -95,11 +95,14 @@ class DeltaEncoder:
     ``commit`` and ``undo`` say how the publishing ended. The layout never changes.
     """
 
-    def __init__(self, base: Mapping[str, Tensor], encoding: str = "xor") -> None:
-        """``encoding``: "xor", as stock slime and Miles write it, or "sparse"."""
+    def __init__(
+        self, base: Mapping[str, Tensor], encoding: str = "xor", *, workers: int | None = None
+    ) -> None:
+        """``encoding``: "xor", as stock slime and Miles write it, or "sparse", on ``workers`` threads."""
         if encoding not in ENCODINGS:
             raise DeltaError(f"no encoder for {encoding!r}: known are {', '.join(ENCODINGS)}")
         self.encoding = encoding
+        self._workers = workers
         self._base: dict[str, ByteArray] = {}
         self._element_count = 0
         self.table: dict[str, TensorInfo] = {}
@@ -211,8 +214,9 @@ class DeltaEncoder:
         if not self._outstanding:
             _remove_kept(directory.parent, f".{stem}{_KEPT}", files)
         paths, changed, stats = encode_sparse(
-            sources, lambda i: directory / f"{stem}-{i:05d}{SPARSE_SUFFIX}", files, progress=progress
-        )
+            sources, lambda i: directory / f"{stem}-{i:05d}{SPARSE_SUFFIX}", files, workers=self._workers,
+            progress=progress,
+        )  # fmt: skip
         try:
             names = [path.name for path in paths]
             finish(names)

@@ -45,6 +45,7 @@ class SimulatedOperator:
                 world.store(process), publisher_of(world, process, self.machine, run), WORK,
                 self.machine.files(process), world.clock(), world.random, world.loop.run_blocking,
                 BOOT if with_boot else None, lambda text: world.trace.add(f"{process.name}: {text}"),
+                workers=1,
             )  # fmt: skip
             try:
                 return await rollback.to(to)

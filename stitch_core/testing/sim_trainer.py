@@ -176,8 +176,8 @@ class SimulatedTrainer:
         self.done.set()
 
     def _encoder(self, weights: Weights) -> DeltaEncoder:
-        mixed = self.encoding == "mixed"
-        return DeltaEncoder(weights, self.world.random.choice(("xor", "sparse")) if mixed else self.encoding)
+        encoding = self.world.random.choice(("xor", "sparse")) if self.encoding == "mixed" else self.encoding
+        return DeltaEncoder(weights, encoding, workers=1)
 
     def _encode(
         self,

@@ -105,9 +105,9 @@ async def client(
     while True:
         prompt = rng.choice(["the same", "the same beginning", f"{rng.random()}"])
         exact = rng.random() < 0.2
-        demand = (
-            {"exact_version": rng.randrange(VERSIONS)} if exact else {"min_version": rng.randrange(VERSIONS)}
-        )
+        # Now and then a version that nobody will have: it is held, and then answered 409.
+        number = VERSIONS if rng.random() < 0.03 else rng.randrange(VERSIONS)
+        demand = {"exact_version" if exact else "min_version": number}
         stream = rng.random() < 0.5
         body = {
             "text": prompt, "stream": stream, "weight_version": demand,
