@@ -26,6 +26,7 @@ from .activation import ActivationSettings, Activator, CannotFollow, Prepared, R
 from .admission import Gate
 from .anchoring import ReplicaAnchors
 from .fetching import Fetcher
+from .problem import Problem, noted
 from .progress import now_and_then
 from .staging import Staged, Stager, Staging, WrongBase
 
@@ -57,19 +58,6 @@ class Update:
     stage: float
     drain: float
     pause: float
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What stands in the way now. ``since`` and ``last`` are wall times, ``began`` is ``since`` on a clock
-    that never jumps.
-    """
-
-    message: str
-    since: float
-    last: float
-    count: int
-    began: float
 
 
 @dataclass
@@ -143,7 +131,7 @@ class Reconciler:
             "kv_mode": self.activation.kv_mode,
             "active_requests": self.gate.active,
             "last_success_age": None if self._last_success is None else now - self._last_success,
-            "problem": None if self._problem is None else _shown(self._problem, now),
+            "problem": None if self._problem is None else self._problem.shown(self.clock),
             "updates": [asdict(update) for update in list(self.updates)[-8:]],
         }
 
@@ -257,18 +245,15 @@ class Reconciler:
 
     def _note(self, error: Exception | None) -> None:
         """Keep what stands in the way for status; None: nothing does."""
-        before, now = self._problem, self.clock.monotonic()
+        before = self._problem
         if error is None:
             self._problem = None
             if before is not None:
-                self.say(f"all is well again, after {now - before.began:.0f} s")
+                self.say(f"all is well again, after {self.clock.monotonic() - before.began:.0f} s")
             return
         message = str(error) or type(error).__name__
-        same = before is not None and before.message == message
-        wall, count = self.clock.time(), before.count if before is not None and same else 0
-        since, began = (before.since, before.began) if before else (wall, now)
-        self._problem = Problem(message, since, wall, count + 1, began)
-        if not same:
+        self._problem = noted(before, message, self.clock)
+        if self._problem.count == 1:
             self.say(message)
         if self.gate.serving is None:
             self.gate.close(f"this replica has not caught up: {message}")
@@ -328,10 +313,3 @@ class Reconciler:
         head, _ = await self._chain.head(channel.run)
         # One that is given up and still the head is served until the rollback is there.
         return head.number == manifest.number or head.abandoned_range(manifest.number) is None
-
-
-def _shown(problem: Problem, now: float) -> dict[str, Any]:
-    """As status has it, with its ``age`` in seconds at ``now`` of the monotonic clock."""
-    shown = {**asdict(problem), "age": now - problem.began}
-    del shown["began"]
-    return shown

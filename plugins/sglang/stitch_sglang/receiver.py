@@ -22,6 +22,7 @@ from stitch_core.replica.asgi import App
 from stitch_core.replica.child import Child, CommandFailed
 from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.problem import Problem, noted
 from stitch_core.replica.progress import now_and_then
 from stitch_core.replica.service import ReplicaFailed
 from stitch_core.replica.stage_worker import table_from_json
@@ -86,7 +87,7 @@ class Receiver:
         self._pulling: int | None = None
         self._preparing: asyncio.Future[Prepared] | None = None
         self._newest = 0  # of the pulls that wait
-        self._problem: dict[str, Any] | None = None
+        self._problem: Problem | None = None
 
     def wrap(self, app: App) -> App:
         middleware = StitchMiddleware(
@@ -114,7 +115,7 @@ class Receiver:
             "host": str(self._scratch.path),
             "kv_mode": self._settings.kv_mode,
             "active_requests": self.gate.active,
-            "problem": problem and {**problem, "age": self._clock.time() - problem["since"]},
+            "problem": problem and problem.shown(self._clock),
         }
 
     def stitch_status(self) -> dict[str, Any]:
@@ -296,9 +297,7 @@ class Receiver:
 
     def _note(self, error: Exception) -> Exception:
         """Keep for status what stands in the way, and since when."""
-        message = str(error)
-        if self._problem is None or self._problem["message"] != message:
-            self._problem = {"message": message, "since": self._clock.time()}
+        self._problem = noted(self._problem, str(error), self._clock)
         return error
 
 
