@@ -1,4 +1,4 @@
-"""What a delta that came without digests of the whole does to a proven base: found out by applying it."""
+"""What a delta that came without digests of the whole does to a proven base: found out, or as it promises."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def prove_delta(
     result = dict(table)
     changed: dict[str, tuple[str, str]] = {}
     for name, payload in delta.payloads.items():
-        if name not in table:
-            raise DeltaError(f"{delta.path}: tensor {name} is extra, the base has none of that name")
-        info = table[name]
+        info = _info(delta, table, name)
         new = as_bytes(bytearray(base.read(name)))
         try:
             digest = apply_in_place(new, name, [delta])
@@ -36,6 +34,31 @@ def prove_delta(
         changed[name] = info.digest, digest
         result[name] = TensorInfo(info.dtype, info.shape, digest)
     return changed, state_digest(result)
+
+
+def promised_by(delta: DeltaDirectory, table: TensorTable) -> tuple[dict[str, tuple[str, str]], str] | None:
+    """As ``prove_delta``, by what the delta says of itself; None if that is not enough.
+
+    Nothing is proven yet: whoever applies it must verify these digests, as a host checkpoint does before its
+    first write. Raises DeltaError for a tensor that the base has not.
+    """
+    if delta.index.checksum != "xxh3-128":
+        return None
+    result = dict(table)
+    changed: dict[str, tuple[str, str]] = {}
+    for name, payload in delta.payloads.items():
+        info = _info(delta, table, name)
+        if payload.checksum is None:
+            return None
+        changed[name] = info.digest, payload.checksum
+        result[name] = TensorInfo(info.dtype, info.shape, payload.checksum)
+    return changed, state_digest(result)
+
+
+def _info(delta: DeltaDirectory, table: TensorTable, name: str) -> TensorInfo:
+    if name not in table:
+        raise DeltaError(f"{delta.path}: tensor {name} is extra, the base has none of that name")
+    return table[name]
 
 
 def _check_promise(delta: DeltaDirectory, name: str, promised: str | None, new: Buffer, xxh3: str) -> None:

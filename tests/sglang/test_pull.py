@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.delta import DeltaError
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
@@ -117,8 +118,10 @@ def test_a_damaged_delta_is_refused_and_a_repaired_one_taken(world: World) -> No
     flipped = bytearray(good)
     flipped[-6] ^= 1
     shard.write_bytes(flipped)
-    with pytest.raises(ValueError, match="tensor"):
+    with pytest.raises(DeltaError, match=r"tensor .* on this base, its checksum promises"):
         world.puller.pull(world.source, number)
+    assert world.puller.host.holding is not None
+    assert world.puller.host.holding.version.number == 0
     shard.write_bytes(good)
     assert world.pull(number) == "job.n0/weight_v000001"
 

@@ -18,6 +18,9 @@ import torch
 ALIGN = 64
 CHUNK_BYTES = 64 << 20
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -117,7 +120,7 @@ class Image:
     def is_complement(self, number: int) -> bool:
         """Whether no byte of the segment was written since it was filled with the complement of the live."""
         live, own = self.layout.segments[number].live, self.bytes[number]
-        return all(torch.equal(own[at].bitwise_not(), live[at].cpu()) for at in _chunks(own.numel()))
+        return all(_equal(own[at].bitwise_not(), live[at].cpu()) for at in _chunks(own.numel()))
 
     def first_difference(self, number: int) -> int:
         """Where in the segment the image differs from the live bytes."""
@@ -145,7 +148,12 @@ class Image:
 
     def _same(self, number: int, other: torch.Tensor) -> bool:
         own = self.bytes[number]
-        return all(torch.equal(own[at], other[at].cpu()) for at in _chunks(own.numel()))
+        return all(_equal(own[at], other[at].cpu()) for at in _chunks(own.numel()))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of bytes that lie in a row. torch compares them one by one, at a tenth of the speed."""
+    return _memcmp(one.data_ptr(), other.data_ptr(), one.numel()) == 0
 
 
 def _chunks(nbytes: int) -> Iterator[slice]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.delta.directory import DeltaDirectory
-from stitch_core.delta.prove import prove_delta
+from stitch_core.delta.prove import promised_by, prove_delta
 from stitch_core.dialects import INDEX_NAME, SPARSE_SUFFIX, read_index, version_number
-from stitch_core.host_checkpoint import HostCheckpoint
+from stitch_core.host_checkpoint import HostCheckpoint, RepresentationInvalid
 from stitch_core.host_data import copy_files
 from stitch_core.lineage import Plan
 from stitch_core.manifest import Manifest, PayloadFile, Representation, extend_history
@@ -119,10 +119,10 @@ class Puller:
         copy_files(self._files, source, directory, names)
         files = self._payload(directory, names)
         index = directory / INDEX_NAME
+        delta = None
         if INDEX_NAME in names and read_index(self._files.read(index), str(index)).kind == "delta":
             delta = DeltaDirectory.open(directory, self._files)
-            base = Checkpoint.open(self._host.directory, self._files)
-            changed, state = prove_delta(delta, base, self._host.table)
+            changed, state = promised_by(delta, self._host.table) or self._prove(delta)
             how = Representation("delta", files, parent.state, delta.index.encoding, changed)
         else:
             state = Checkpoint.open(directory, self._files).state()
@@ -136,10 +136,18 @@ class Puller:
             if how.kind == "full"
             else Plan(manifest, parent.state, None, (manifest,))
         )
-        self._host.apply(plan, lambda _: directory)
+        try:
+            self._host.apply(plan, lambda _: directory)
+        except RepresentationInvalid:
+            if delta is not None:
+                self._prove(delta)  # tells it in words of the trainer's, who has no manifest
+            raise
         self._files.remove_tree(directory)
         self._current = manifest
         return manifest
+
+    def _prove(self, delta: DeltaDirectory) -> tuple[dict[str, tuple[str, str]], str]:
+        return prove_delta(delta, Checkpoint.open(self._host.directory, self._files), self._host.table)
 
     def _payload(self, directory: Path, names: Sequence[str]) -> tuple[PayloadFile, ...]:
         sizes = {name: self._files.size(directory / name) for name in names}

@@ -38,9 +38,16 @@ def gather(scheduler: Any, value: Any) -> list[Any]:
     group = scheduler.stitch_group
     if group is None:
         return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size(group)
+    values: list[Any] = [None] * _count(scheduler)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def _count(scheduler: Any) -> int:
+    import torch
+
+    group = scheduler.stitch_group
+    return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 def stage(scheduler: Any, request: StitchStageReqInput) -> StitchStageReqOutput:
@@ -79,6 +86,7 @@ def forget(scheduler: Any) -> None:
 
 def _open(scheduler: Any) -> Report | None:
     """Make this rank's stager, if there is none; what stands in the way."""
+    from .reading import workers_for
     from .shadow import Unfit
     from .stager import RankStager
 
@@ -87,7 +95,10 @@ def _open(scheduler: Any) -> Report | None:
     try:
         runner = scheduler.tp_worker.model_runner
         _check(runner.model)
-        scheduler.stitch_stager = RankStager(runner.model, _loader(runner), pin=runner.device == "cuda")
+        workers = workers_for(_count(scheduler))
+        scheduler.stitch_stager = RankStager(
+            runner.model, _loader(runner), pin=runner.device == "cuda", workers=workers
+        )
     except Unfit as error:
         return {"outcome": "unfit", "message": str(error)}
     except Exception as error:

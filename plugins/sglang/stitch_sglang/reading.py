@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -11,12 +14,16 @@ import xxhash
 
 from stitch_core.checkpoint import Checkpoint, CheckpointError
 from stitch_core.files import PosixFiles
+from stitch_core.parallel import in_order
 from stitch_core.safetensors import TensorRef
 from stitch_core.state import TensorInfo, state_digest
 
 from .shadow import Unfit
 
 CHUNK_BYTES = 4 << 20
+"""Hashed at a time."""
+
+MOST_WORKERS = 4
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -27,23 +34,38 @@ DTYPES = {
 }  # fmt: skip
 
 
+def workers_for(ranks: int) -> int:
+    """Threads that hash, for one of so many ranks on this host: half of its CPUs go to serving."""
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // (2 * ranks)))
+
+
 class Reader:
     """Reads ``directory`` once. ``go_on`` is called between pieces, and raises to end it.
 
-    Files are read, not mapped: one that is cut under a mapping would end the process.
+    Files are mapped, so that a rank copies what it takes of a tensor and no more. Only the process of the
+    host checkpoint writes to them, and makes none shorter; one that was cut before is told. ``workers``:
+    threads that hash.
     """
 
-    def __init__(self, directory: Path, go_on: Callable[[], None]) -> None:
+    def __init__(self, directory: Path, go_on: Callable[[], None], workers: int = 1) -> None:
         self._checkpoint = Checkpoint.open(directory, PosixFiles())
-        self._go_on = go_on
+        self._go_on, self._workers = go_on, workers
         self._table: dict[str, TensorInfo] = {}
+        self._file: Path | None = None
+        self._mapped = torch.empty(0, dtype=torch.uint8)
         self.bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors in the order of the files. Raises CheckpointError, OSError, Unfit."""
+        """Names and tensors in the order of the files, hashed. Raises CheckpointError, OSError, Unfit."""
         refs = self._checkpoint.tensors
-        for name in sorted(refs, key=lambda name: (refs[name].file, refs[name].offset)):
-            yield name, self._read(name, refs[name])
+        names = sorted(refs, key=lambda name: (refs[name].file, refs[name].offset))
+        calls = (functools.partial(self._digest, self._read(name, refs[name])) for name in names)
+        with closing(in_order(calls, self._workers)) as results:
+            for name, (tensor, digest) in zip(names, results, strict=True):
+                ref = refs[name]
+                self.bytes += ref.nbytes
+                self._table[name] = TensorInfo(ref.dtype, ref.shape, digest)
+                yield name, tensor
 
     def state(self) -> str:
         """Of what was read, which must be everything."""
@@ -53,19 +75,29 @@ class Reader:
         return state_digest(self._table)
 
     def _read(self, name: str, ref: TensorRef) -> torch.Tensor:
+        """A tensor over the file's pages. What is written to it is not written to the file."""
         dtype = DTYPES.get(ref.dtype)
         if dtype is None:
             raise Unfit(f"tensor {name} has dtype {ref.dtype}")
-        data = torch.empty(ref.nbytes, dtype=torch.uint8)
-        digest = xxhash.xxh3_128()
-        view = memoryview(data.numpy())
-        with open(ref.file, "rb", buffering=0) as file:
-            for at in range(0, ref.nbytes, CHUNK_BYTES):
-                self._go_on()
-                piece = view[at : at + CHUNK_BYTES]
-                if os.preadv(file.fileno(), [piece], ref.offset + at) != len(piece):
-                    raise CheckpointError(f"{ref.file}: tensor {name} is cut short")
-                digest.update(piece)
-        self.bytes += ref.nbytes
-        self._table[name] = TensorInfo(ref.dtype, ref.shape, digest.hexdigest())
+        if ref.file != self._file:
+            self._file, self._mapped = ref.file, _mapped(ref.file)
+        data = self._mapped[ref.offset : ref.offset + ref.nbytes]
+        if data.numel() != ref.nbytes or os.stat(ref.file).st_size < ref.offset + ref.nbytes:
+            raise CheckpointError(f"{ref.file}: tensor {name} is cut short")
+        if ref.offset % dtype.itemsize:
+            data = data.clone()
         return data.view(dtype).reshape(ref.shape)
+
+    def _digest(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        digest = xxhash.xxh3_128()
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        for at in range(0, len(view), CHUNK_BYTES):
+            self._go_on()
+            digest.update(view[at : at + CHUNK_BYTES])
+        return tensor, digest.hexdigest()
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """A file's bytes, as they are when they are looked at."""
+    with open(path, "rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -80,11 +80,13 @@ class Work:
 class RankStager:
     """All methods are for the scheduler's thread. ``load`` is SGLang's: restore, load, post-process.
 
+    ``workers`` threads hash what is loaded.
+
     ``active`` equals the live weights; the other image holds the version before, or what was staged.
     """
 
-    def __init__(self, model: torch.nn.Module, load: Load, pin: bool) -> None:
-        self._model, self._load, self._pin = model, load, pin
+    def __init__(self, model: torch.nn.Module, load: Load, pin: bool, workers: int = 1) -> None:
+        self._model, self._load, self._pin, self._workers = model, load, pin, workers
         self._threads = torch.get_num_threads()
         self._survey = Survey(model)
         for one in self._survey.tensors.values():
@@ -219,7 +221,7 @@ class RankStager:
             key = storage_key(live)
             return None if key is None else image.view(numbers[key], live)
 
-        reader = Reader(work.directory, work.go_on)
+        reader = Reader(work.directory, work.go_on, self._workers)
         shadow = Shadow(self._model, self._survey, view)
         try:
             self._load(shadow.model, iter(reader))
