@@ -8,7 +8,6 @@ this process first saw what replaced them, and not while a replica's record says
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
@@ -23,13 +22,13 @@ from .delta.fold import RepresentationInvalid
 from .delta.merge import merge_deltas
 from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
+from .hints import fetched
 from .lineage import REVERSIBLE, NoPlan, Plan, Sketch, Source
 from .manifest import Manifest, PayloadFile, Representation, Row, floor_number
 from .planner import Planner
 from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store
 from .records import How, Place, Record, list_records, upload_record
 from .replica.fetching import Fetcher, Wanted
-from .retention import fetching_in
 from .retry import Retry, retrying
 from .spans import SHAPE, Range, Shape, newest_aggregate, replaced, wanted
 from .stores.transfer import DigestMismatch, file_digest
@@ -279,8 +278,8 @@ class Compactor:
                 self._excluded.add(wanted[file].digest())
 
         await self._fetcher.fetch(list(wanted), failed)
-        for fetched, source in wanted.items():
-            self._local[source.digest()] = fetched.path.parent, source.version.number
+        for here, source in wanted.items():
+            self._local[source.digest()] = here.path.parent, source.version.number
         return {source.digest(): self._local[source.digest()][0] for source in sources}
 
     def _merge(self, range: Range, plan: Plan, directories: Mapping[str, Path]) -> tuple[Record, Path]:
@@ -314,9 +313,11 @@ class Compactor:
         due = [digest for digest, since in self._replaced_since.items() if now - since > self._grace]
         if not due:
             return []
-        fetched = fetching_in(await self._replica_records(), self._run, self._clock.time() - self._grace)
+        needed = await fetched(
+            self._store, self._run, clock=self._clock, grace=self._grace, policy=self._policy, rng=self._rng
+        )
         deleted = []
-        for place in (digests[digest] for digest in due if digest not in fetched):
+        for place in (digests[digest] for digest in due if digest not in needed):
             assert place.key is not None
             # The document before the files: nobody is to find a span that has lost them.
             stem = place.key.rpartition("/")[0]
@@ -325,14 +326,6 @@ class Compactor:
             deleted.append(stem)
             self._say(f"deleted {stem}: newer aggregates have replaced it")
         return deleted
-
-    async def _replica_records(self) -> list[bytes]:
-        found = []
-        for entry in await self._call(lambda: self._store.list("replicas/")):
-            with contextlib.suppress(NotFound):
-                load = functools.partial(self._store.load, entry.key)
-                found.append((await self._call(load)).data)
-        return found
 
     async def _forget(self, view: _View) -> None:
         """Remove files here that no later span is made of."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .digits import decimal, whole
+from .hints import RECORDS
 from .ports import Clock, Store, StoreError
 from .versions import directory_name
 
 PAUSE = 1.0
-RECORDS = "replicas/"
 PARALLEL_READS = 16
 
 

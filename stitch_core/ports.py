@@ -284,7 +284,9 @@ class DigestingStore(Store, Protocol):
 
 
 class BrowsableStore(Store, Protocol):
-    """A store that people's tools may look at more cheaply. Nothing is decided by what these tell."""
+    """A store that people's tools may look at more cheaply. Nothing is decided by what these tell, except to
+    wait longer.
+    """
 
     async def folders(self, prefix: str) -> builtins.list[str] | None:
         """Names between ``prefix``, which ends with '/', and the next '/'; None where it cannot."""
@@ -293,6 +295,18 @@ class BrowsableStore(Store, Protocol):
     async def modified(self, key: str) -> float | None:
         """When an object was written, by the store's own clock; None where it does not tell. NotFound."""
         ...
+
+    async def age(self, key: str) -> float | None:
+        """Seconds since an object was written, both by the store's own clock where it tells the time, else
+        now by this host's; None where it does not tell. NotFound.
+        """
+        ...
+
+
+async def stored_age(store: Store, key: str) -> float | None:
+    """As BrowsableStore.age; None where the store is none."""
+    ask = getattr(store, "age", None)
+    return None if ask is None else await ask(key)
 
 
 # --------------------------------------------------------------------------------------------- engine

@@ -8,24 +8,23 @@ What may go, of what is listed below the run:
   epoch that wakes up can swap nothing: its swap names the head as it was before the claim.
 
 Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas say they
-are fetching, by records that expired less than the grace period ago: a replica whose clock is hours behind
-looks expired while it fetches. Manifests are all kept, and so is every key that it does not know. Two
-collectors are harmless: both only delete what will never be needed, whoever is first.
+are fetching, by records that expired less than the grace period ago. Writers' clocks may be wrong, so dates
+are theirs or the store's, whichever are later. Manifests are all kept, and so is every key that it does not
+know. Two collectors are harmless: both only delete what will never be needed, whoever is first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .chain import ChainReader
-from .head import Channel, Head
+from .head import Channel, Head, head_key
+from .hints import fetched
 from .manifest import (
     FormatError,
     Manifest,
@@ -37,7 +36,7 @@ from .manifest import (
 )
 from .pins import PREFIX as PINS
 from .pins import Pin
-from .ports import Clock, Entry, NotFound, Store, StoreError
+from .ports import Clock, Entry, NotFound, Store, StoreError, stored_age
 from .records import place_of
 from .retry import Retry, retrying
 
@@ -163,18 +162,29 @@ class Collector:
         A version was the head at the latest when the one after it was being written, whatever became of
         that writer since: a version's own time proves nothing of when the head came to name it.
         """
-        now = self._clock.time()
         floor = await self._at(newest, floor_number(newest))
         while True:
             before = await self._floor_before(floor)
             if before is None:
                 return 0
-            since = head.time
+            key, since = head_key(self._run), head.time
             if floor.number < newest.number:
-                since = (await self._after(newest, floor.number)).time
-            if now - since > self._grace:
+                after = await self._after(newest, floor.number)
+                key, since = run_prefix(self._run) + after.key, after.time
+            if await self._age(key, since) > self._grace:
                 return before
             floor = await self._at(newest, before)
+
+    async def _age(self, key: str, time: float) -> float:
+        """Seconds since what its writer dated ``time`` was written; by the store where that is less.
+
+        A writer's clock may be behind, or the one here ahead, and either would shorten the grace period.
+        """
+        age = self._clock.time() - time
+        if age > self._grace:
+            stored = await self._call(lambda: stored_age(self._store, key))
+            age = age if stored is None else min(age, stored)
+        return age
 
     async def _floor_before(self, floor: Manifest) -> int | None:
         if floor.floor is not None or floor.parent is None:
@@ -219,9 +229,9 @@ class Collector:
                     yield number
 
     async def _fetching(self) -> set[str]:
-        """What replicas are fetching, by records that did not expire longer than the grace period ago."""
-        records = [data for _, data in await self._load_all("replicas/")]
-        return fetching_in(records, self._run, self._clock.time() - self._grace)
+        return await fetched(
+            self._store, self._run, clock=self._clock, grace=self._grace, policy=self._policy, rng=self._rng
+        )
 
     async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
         limit = asyncio.Semaphore(PARALLEL)
@@ -269,26 +279,6 @@ class Collector:
                     sweep.freed += entry.size
 
         await asyncio.gather(*(delete(entry) for entry in entries))
-
-
-def fetching_in(records: Iterable[bytes], run: str, since: float) -> set[str]:
-    """Digests of what replicas fetch of a run, by records that had not expired at wall time ``since``.
-
-    A damaged one says nothing.
-    """
-    found: set[str] = set()
-    for data in records:
-        try:
-            record = json.loads(data)
-            expires, fetching = float(record["expires"]), list(record.get("fetching") or ())
-            target = record.get("target")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            continue
-        if isinstance(target, str) and not target.startswith(f"{run}/"):
-            continue  # another run's
-        if math.isfinite(expires) and expires > since:
-            found.update(digest for digest in fetching if isinstance(digest, str))
-    return found
 
 
 def _epoch(row: Row) -> int:

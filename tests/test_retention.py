@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,29 @@ async def test_the_grace_counts_from_when_a_floor_was_surely_in_force(run: Run) 
     assert payload(run) == set(range(3, 13))
 
 
+async def test_a_trainer_whose_clock_was_behind_had_no_grace(run: Run) -> None:
+    """It dated its versions a day before it wrote them; the store knows better of each object."""
+    ages = {"runs/r/manifests/000010.e0001.json": 600.0, "runs/r/manifests/000007.e0001.json": 7200.0}
+    asked: list[str] = []
+
+    async def age(key: str) -> float:
+        asked.append(key)
+        return ages[key]
+
+    run.store.age = age  # type: ignore[attr-defined]
+    run.clock.now += 2 * DAY
+    assert (await collect(run, grace=3600.0)).floor == 3, "9, whose floor is 6, is the head's since 600 s"
+    assert asked == list(ages)
+
+
+async def test_a_store_that_tells_no_time_is_believed_by_the_publishers_dates(run: Run) -> None:
+    async def age(key: str) -> None:
+        return None
+
+    run.store.age = age  # type: ignore[attr-defined]
+    assert (await collect(run, grace=1.5 * 3600)).floor == 6
+
+
 async def test_two_floors_are_kept_however_short_the_grace(run: Run) -> None:
     run.clock.now += 365 * DAY
     assert (await collect(run, grace=0.0)).floor == 6
@@ -162,8 +186,9 @@ async def test_a_channel_or_a_pin_that_cannot_be_read_stops_it(run: Run, key: st
     assert payload(run) == set(range(1, 13))
 
 
-def hint(run: Run, digests: list[str], expires_in: float) -> None:
-    record = {"id": "x", "fetching": digests, "expires": run.clock.now + expires_in}
+def hint(run: Run, digests: list[str], expires_in: float, dated: float = 0.0) -> None:
+    now = run.clock.now
+    record = {"id": "x", "fetching": digests, "time": now + dated, "expires": now + expires_in}
     run.memory.state.objects["replicas/x.json"] = canonical_json(record)
 
 
@@ -184,6 +209,19 @@ async def test_a_replica_whose_clock_is_late_keeps_what_it_fetches(run: Run) -> 
     hint(run, [run.versions[1].digest()], 15.0 - 3500.0)
     await collect(run, grace=3600.0)
     assert payload(run) == {1, *range(6, 13)}
+
+
+@pytest.mark.parametrize(("age", "kept"), [(3610.0, True), (3620.0, False)])
+async def test_a_replica_whose_clock_is_late_by_more_than_the_grace(run: Run, age: float, kept: bool) -> None:
+    """Its record lasts 15 s, and the store got it ``age`` seconds ago, whatever it is dated."""
+
+    async def stored(key: str) -> float:
+        return age if key == "replicas/x.json" else 9e9
+
+    run.store.age = stored  # type: ignore[attr-defined]
+    hint(run, [run.versions[1].digest()], 15.0 - 9000.0, dated=-9000.0)
+    await collect(run, grace=3600.0)
+    assert (1 in payload(run)) is kept
 
 
 async def test_what_is_fetched_of_another_run_keeps_nothing_here(run: Run) -> None:
@@ -399,6 +437,8 @@ async def test_symbolic_links_in_a_local_store_are_not_followed(run: Run, tmp_pa
         if not key.endswith("head"):
             await store.create(key, data)
     await store.swap("runs/r/head", None, run.memory.state.objects["runs/r/head"])
+    for path in root.rglob("*"):
+        os.utime(path, (0, 0))  # as if it was written then, and not copied just now
     (root / "runs/r/fulls").rename(away)
     (root / "runs/r/fulls").symlink_to(away)
     target = tmp_path / "precious"

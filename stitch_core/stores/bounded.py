@@ -7,7 +7,17 @@ import builtins
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
-from ..ports import Blob, Buffer, Capabilities, DigestingStore, Entry, FileSource, Store, Unavailable
+from ..ports import (
+    Blob,
+    Buffer,
+    Capabilities,
+    DigestingStore,
+    Entry,
+    FileSource,
+    Store,
+    Unavailable,
+    stored_age,
+)
 from .sources import source_size
 
 T = TypeVar("T")
@@ -62,6 +72,10 @@ class BoundedStore:
         """As BrowsableStore.modified; None where the store is none."""
         ask = getattr(self._store, "modified", None)
         return None if ask is None else await self._bounded(ask(key), f"looking at {key}")
+
+    async def age(self, key: str) -> float | None:
+        """As BrowsableStore.age; None where the store is none."""
+        return await self._bounded(stored_age(self._store, key), f"looking at {key}")
 
     async def close(self) -> None:
         await self._store.close()

@@ -133,6 +133,10 @@ class LocalStore:
         """See BrowsableStore: on a network mount this is the server's clock."""
         return (await self._reading(os.stat, key)).st_mtime
 
+    async def age(self, key: str) -> float:
+        """See BrowsableStore: now is by this host's clock, which 'stitch doctor' compares."""
+        return self._clock.time() - await self.modified(key)
+
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)
 

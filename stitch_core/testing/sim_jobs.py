@@ -243,9 +243,9 @@ class SimulatedReader(_Staging):
             self.world.judge.broken("truth: what a reader holds is the version", f"{self.name}: {state}")
 
     async def _announce(self, process: SimulatedProcess, stager: Stager) -> None:
-        store, clock = self.world.store(process), self.world.clock()
+        store, clock = self.world.store(process), self.world.clock(self.behind)
         while True:
-            record = hint(self.name, stager.fetching, clock.time() - self.behind + RECORD_LIFE)
+            record = hint(self.name, stager.fetching, clock.time(), RECORD_LIFE)
             with contextlib.suppress(StoreError):
                 await store.replace(f"replicas/{self.name}.json", canonical_json(record))
             await asyncio.sleep(RECORD_LIFE / 3)

@@ -18,9 +18,6 @@ from ..retention import LOOK_AGAIN
 from ..versions import PolicyVersion
 from .sim_world import World
 
-EPOCH = 1_700_000_000.0
-"""Wall time at the start of a simulated world, of a clock that is right."""
-
 
 class Keeper:
     """Ends the world at the first delete that breaks a rule. ``grace`` is what its collectors use, and its
@@ -68,12 +65,13 @@ class Keeper:
             self._check_span(run, key, new, who)
 
     def _look(self, now: float) -> None:
-        """Who fetches what, by records that did not expire longer than the grace ago by any clock."""
+        """Who fetches what, by records that expired less than the grace ago, whatever clock dated them."""
         fetching: set[str] = set()
         for key, data in self.world.bucket.objects.items():
             if key.startswith("replicas/"):
                 record = json.loads(data)
-                if record["expires"] + self.grace > EPOCH + now + 2 * self.world.faults.plan.clock_skew:
+                lifetime = record["expires"] - record["time"]
+                if now - self.world.bucket.written[key] < lifetime + self.grace:
                     fetching.update(record["fetching"])
         self._fetching_since = {digest: self._fetching_since.get(digest, now) for digest in fetching}
 
@@ -128,7 +126,7 @@ class Keeper:
         old = [
             floor_number(judge.versions[version])
             for version, since in self._head_since.items()
-            if version.run == run and now - since > self.grace - 2 * self.world.faults.plan.clock_skew
+            if version.run == run and now - since > self.grace
         ]
         if not refers:
             if number >= min(second, max(old, default=0)):
@@ -192,6 +190,6 @@ class Keeper:
             judge.broken("durable: the head stays whole", f"{what}: {error}")
 
 
-def hint(name: str, fetching: tuple[str, ...], expires: float) -> dict[str, Any]:
+def hint(name: str, fetching: tuple[str, ...], time: float, lifetime: float) -> dict[str, Any]:
     """A replica's record, as far as a collector reads it."""
-    return {"id": name, "fetching": list(fetching), "expires": expires}
+    return {"id": name, "fetching": list(fetching), "time": time, "expires": time + lifetime}

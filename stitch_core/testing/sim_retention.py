@@ -125,10 +125,12 @@ async def _all_is_well(
 # ----------------------------------------------------------------------------------- one fault at a time
 
 
-async def _anchored(world: World, versions: int = 10, every: int = 3) -> SimulatedTrainer:
+async def _anchored(
+    world: World, versions: int = 10, every: int = 3, behind: float = 0.0
+) -> SimulatedTrainer:
     """A run of deltas whose floor was raised again and again; every version lies behind."""
     trainer, job = _trainer(world, "first", 0, 0.0), SimulatedAnchorJob(world, "anchor", "a")
-    job.every = every
+    job.every, trainer.behind = every, behind
     task = asyncio.ensure_future(job.supervise())
     for number in range(1, versions + 1):
         trainer.versions = number
@@ -339,7 +341,7 @@ async def n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches(world: World) -
     keeper = Keeper(world, 300.0)
     await _anchored(world, 5)
     joiner = SimulatedReader(world, "joiner", "a")
-    joiner.slow, joiner.behind = 3000.0, 280.0
+    joiner.slow, joiner.behind = 3000.0, world.random.choice((280.0, 7000.0))
     tasks = [asyncio.ensure_future(joiner.supervise())]
     await asyncio.sleep(60.0)
     collector = SimulatedCollector(world, "gc", "a", grace=300.0, every=30.0)
@@ -431,6 +433,17 @@ async def n04_a_channel_and_a_pin_keep_what_they_name(world: World) -> None:
     task.cancel()
 
 
+async def n07_a_trainer_whose_clock_is_late_keeps_the_grace(world: World) -> None:
+    """It dates its versions hours before it writes them, so that they look old at once."""
+    world.timing = Timing(train=1.0)
+    keeper = Keeper(world, 300.0)
+    await _anchored(world, 12, behind=world.random.choice((280.0, 7000.0)))
+    collector = SimulatedCollector(world, "gc", "a", grace=300.0, every=5.0)
+    task = asyncio.ensure_future(collector.supervise())
+    await until(world, lambda: keeper.deleted > 0, "the collector", 5000.0)
+    task.cancel()
+
+
 RETENTION_CASES = [
     retention,
     c10_a_replica_below_what_was_collected,
@@ -443,4 +456,5 @@ RETENTION_CASES = [
     n04_a_channel_and_a_pin_keep_what_they_name,
     n05_a_joiner_fetches_an_aggregate_that_was_replaced,
     n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches,
+    n07_a_trainer_whose_clock_is_late_keeps_the_grace,
 ]

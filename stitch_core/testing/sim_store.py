@@ -46,6 +46,7 @@ class SimulatedBucket:
         self.loop = loop
         self.faults = faults
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
         self.observers: list[Observer] = []
         self.on_call: Callable[[SimulatedProcess, str, str], None] = lambda process, what, key: None
 
@@ -65,6 +66,7 @@ class SimulatedBucket:
             self.objects.pop(key, None)
         else:
             self.objects[key] = data
+            self.written[key] = self.loop.time()
         for observer in self.observers:
             try:
                 observer(key, old, data, who)
@@ -106,6 +108,15 @@ class SimulatedStore:
 
     async def size(self, key: str) -> int:
         return len(await self._call("size", key, partial(self._bucket.get, check_key(key))))
+
+    async def age(self, key: str) -> float:
+        """As BrowsableStore.age: this bucket's clock is right."""
+
+        def look() -> float:
+            self._bucket.get(key)
+            return self._bucket.loop.time() - self._bucket.written[key]
+
+        return await self._call("age", check_key(key), look)
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         check_key(key)

@@ -30,10 +30,12 @@ def publisher_of(
     run: str,
     *,
     raise_floor: bool = False,
+    behind: float = 0.0,
 ) -> Publisher:
-    """The real one."""
+    """The real one; ``behind``: seconds by which its wall clock is late."""
     return Publisher(
-        world.store(process), run, files=machine.files(process), clock=world.clock(), rng=world.random,
+        world.store(process), run, files=machine.files(process), clock=world.clock(behind),
+        rng=world.random,
         nonce=world.nonce, run_blocking=world.loop.run_blocking,
         retry=Retry(attempts=5, first=0.5, cap=10.0, deadline=90.0), producer={"name": process.name},
         raise_floor=raise_floor,
@@ -56,8 +58,8 @@ class SimulatedTrainer:
     is set when another writer took the run: it publishes nothing more, unless its supervisor starts it again
     all the same, ``stubborn`` times. ``save_rate``: how often a version is saved; it resumes from the last
     one, ``saved``, and from the head's weights when none was. ``encoding`` may be "mixed": another one now
-    and then. ``refused`` are claims of a version that a
-    rollback gave up; then an operator takes ``saved`` away.
+    and then. ``refused`` are claims of a version that a rollback gave up; then an operator takes ``saved``
+    away. ``behind``: seconds by which its wall clock is late.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class SimulatedTrainer:
         self.refused: list[ClaimRefused] = []
         self.changes: list[str] | None = None
         self.raise_floor = False
+        self.behind = 0.0
         self.encoding = "xor"
         self.fenced: Fenced | None = None
         self.machine: SimulatedMachine = world.machine(name)
@@ -109,7 +112,7 @@ class SimulatedTrainer:
 
     async def _live(self, process: SimulatedProcess) -> None:
         publisher = publisher_of(
-            self.world, process, self.machine, self.run, raise_floor=self.raise_floor
+            self.world, process, self.machine, self.run, raise_floor=self.raise_floor, behind=self.behind
         )  # fmt: skip
         files = self.machine.files(process)
         while not self.done.is_set():

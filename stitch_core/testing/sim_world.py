@@ -102,9 +102,9 @@ class World:
         self.faults.armed = armed
         return machine
 
-    def clock(self) -> SimulatedClock:
-        """The clocks of one machine."""
-        return SimulatedClock(self.loop, self.faults.plan.clock_skew * self.random.uniform(-1, 1))
+    def clock(self, behind: float = 0.0) -> SimulatedClock:
+        """The clocks of one machine; ``behind``: seconds by which its wall clock is late, faults aside."""
+        return SimulatedClock(self.loop, self.faults.plan.clock_skew * self.random.uniform(-1, 1) - behind)
 
     def store(self, process: SimulatedProcess) -> BoundedStore:
         """The store as the real parts use it."""

@@ -539,6 +539,9 @@ async def test_browsing(cloud: Cloud, mounted: bool) -> None:
         written = await store.modified(key)
         assert written is not None
         assert abs(written - time.time()) < 60
+        age = await store.age(key)
+        assert age is not None
+        assert -1 < age < 60
     with pytest.raises(NotFound):
         await store.modified("runs/a")
     await store.close()

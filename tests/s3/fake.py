@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class Manners:
     answer: Callable[[str, str, dict[str, list[str]]], tuple[int, str] | None] = lambda method, key, query: (
         None
     )
+    ahead: float = 0.0
+    """Seconds by which its clock is ahead."""
     garbage: bool = False
     page: tuple[int, dict[str, str]] | None = None
     """Status and headers of a page that is all it answers, as of what stands in between and is no server."""
@@ -46,6 +49,7 @@ class Object:
     data: bytes
     checksum: str = ""
     etag: str = ""
+    written: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self.etag = self.etag or hashlib.md5(self.data, usedforsecurity=False).hexdigest()
@@ -107,6 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        now = time.time() if timestamp is None else timestamp
+        return super().date_time_string(now + self.fake.manners.ahead)
+
     def _serve(self) -> None:
         parts = urlsplit(self.path)
         query = parse_qs(parts.query, keep_blank_values=True)
@@ -164,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.fake.objects.get(key)
         if found is None:
             return 404, {}, _error("NoSuchKey")
-        headers = {"ETag": f'"{found.etag}"'}
+        headers = {"ETag": f'"{found.etag}"', "Last-Modified": self.date_time_string(found.written)}
         if found.checksum:
             headers["x-amz-checksum-sha256"] = found.checksum
         if self.command == "HEAD":

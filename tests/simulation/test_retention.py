@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stitch_core import compactor, retention
+from stitch_core import compactor, hints, retention
 from stitch_core.compactor import Compactor
 from stitch_core.manifest import Manifest, floor_number
 from stitch_core.retention import Collector, Protected
@@ -56,6 +56,14 @@ def knows_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         return await cutoff(self, head, newest)
 
     monkeypatch.setattr(Collector, "_cutoff", broken)
+
+
+def believes_the_clocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(retention, "stored_age", broken)
+    monkeypatch.setattr(hints, "stored_age", broken)
 
 
 def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +125,10 @@ def compacts_without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compacts_what_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compactor, "fetching_in", lambda records, run, now: set())
+    async def broken(*_: Any, **__: Any) -> set[str]:
+        return set()
+
+    monkeypatch.setattr(compactor, "fetched", broken)
 
 
 def keeps_one_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +157,8 @@ ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "du
         (keeps_one_floor, "retention", {"retention: two floors are kept"}),
         (knows_no_grace, "retention", {"retention: the grace"}),
         (ignores_replica_records, "n01", {"retention: what is being fetched stays", "scenario: n01"}),
+        (believes_the_clocks_of_others, "n06", {"retention: what is being fetched stays", "scenario: n06"}),
+        (believes_the_clocks_of_others, "n07", {"retention: the grace"}),
         (ignores_channels_and_pins, "n04", {"retention: what is named stays"}),
         (ignores_epochs, "retention", ALIVE),
         (ignores_epochs, "c29", ALIVE),

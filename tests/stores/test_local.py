@@ -383,6 +383,8 @@ async def test_folders_and_times(tmp_path: Path) -> None:
     assert await store.folders("runs/") == ["r", "s"]
     assert await store.folders("none/") == await store.folders("runs/plain/") == []
     assert abs(await store.modified("runs/r/head") - began) < 60
+    os.utime(tmp_path / "runs/r/head", (began - 500, began - 500))
+    assert 499 < await store.age("runs/r/head") < 560
     with pytest.raises(NotFound):
         await store.modified("runs/none")
     with pytest.raises(NoStore):

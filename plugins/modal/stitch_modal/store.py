@@ -18,6 +18,7 @@ import asyncio
 import builtins
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -97,6 +98,11 @@ class ModalStore:
     async def modified(self, key: str) -> float | None:
         """As BrowsableStore.modified, by the clock of the container that wrote it."""
         return await self._reading(key, lambda reader: reader.modified(key))
+
+    async def age(self, key: str) -> float | None:
+        """As BrowsableStore.age: now is by this container's clock."""
+        written = await self.modified(key)
+        return None if written is None else time.time() - written
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         await self._writing(key, lambda writer: writer.create(key, source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from stitch_core.ports import Blob, Entry, Unavailable
@@ -118,3 +119,18 @@ def tag_of(answer: dict[str, Any], key: str) -> str:
     if not etag:
         raise Unavailable(f"{key}: the server's answer has no ETag")
     return f'"{etag}"'
+
+
+def written_at(answer: dict[str, Any]) -> float | None:
+    """When an object was written, in wall seconds of the server's clock; None where the answer lacks it."""
+    stamp = answer.get("LastModified")
+    return None if stamp is None else float(stamp.timestamp())
+
+
+def answered_at(answer: dict[str, Any]) -> float | None:
+    """When the server answered, by its clock; None where the answer has no readable date."""
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None

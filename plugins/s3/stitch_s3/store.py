@@ -13,6 +13,7 @@ import base64
 import builtins
 import functools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ from stitch_core.threads import Threads
 from .client import check_installed, connect
 from .errors import translated
 from .multipart import PART, PartsUpload, Sent
-from .reading import Reader
+from .reading import Reader, answered_at, written_at
 from .url import Location, parse_url
 from .writing import Writer
 
@@ -122,9 +123,15 @@ class S3Store:
         what = f"listing {self.location}{prefix}"
         return await self._request(what, lambda client: self._reader.folders(client, prefix))
 
-    async def modified(self, key: str) -> float:
+    async def modified(self, key: str) -> float | None:
         """As BrowsableStore.modified, in whole seconds."""
-        return float((await self._head(key))["LastModified"].timestamp())
+        return written_at(await self._head(key))
+
+    async def age(self, key: str) -> float | None:
+        """As BrowsableStore.age: the server dates its answer too, in whole seconds."""
+        answer = await self._head(key)
+        written, now = written_at(answer), answered_at(answer)
+        return None if written is None else (time.time() if now is None else now) - written
 
     async def _head(self, key: str) -> dict[str, Any]:
         what = f"looking at {self.location.name(key)}"
