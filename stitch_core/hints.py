@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .ports import Clock, NotFound, Store, stored_age
+from .ports import Clock, NotFound, Store, stamp_of
 from .retry import Retry, retrying
 
 RECORDS = "replicas/"
@@ -43,10 +43,10 @@ async def fetched(
                 said = read_fetching(blob.data, run)
                 if said is None or said.expires > clock.time() - grace:
                     return said.digests if said else frozenset()
-                age = await retrying(functools.partial(stored_age, store, key), policy, rng)
+                stamp = await retrying(functools.partial(stamp_of, store, key), policy, rng)
             except NotFound:  # withdrawn since it was listed
                 return frozenset()
-        return said.digests if age is not None and age < said.lifetime + grace else frozenset()
+        return said.digests if stamp is not None and stamp.age < said.lifetime + grace else frozenset()
 
     entries = await retrying(functools.partial(store.list, RECORDS), policy, rng)
     found = await asyncio.gather(*(look(entry.key) for entry in entries if entry.key.startswith(RECORDS)))

@@ -283,6 +283,22 @@ class DigestingStore(Store, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """When an object was written and what time it is now, in wall seconds of the store's own clock.
+
+    ``now`` is by this host's clock where the store does not tell the time.
+    """
+
+    written: float
+    now: float
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was written."""
+        return self.now - self.written
+
+
 class BrowsableStore(Store, Protocol):
     """A store that people's tools may look at more cheaply. Nothing is decided by what these tell, except to
     wait longer.
@@ -292,20 +308,14 @@ class BrowsableStore(Store, Protocol):
         """Names between ``prefix``, which ends with '/', and the next '/'; None where it cannot."""
         ...
 
-    async def modified(self, key: str) -> float | None:
-        """When an object was written, by the store's own clock; None where it does not tell. NotFound."""
-        ...
-
-    async def age(self, key: str) -> float | None:
-        """Seconds since an object was written, both by the store's own clock where it tells the time, else
-        now by this host's; None where it does not tell. NotFound.
-        """
+    async def stamp(self, key: str) -> Stamp | None:
+        """When an object was written; None where it does not tell. NotFound."""
         ...
 
 
-async def stored_age(store: Store, key: str) -> float | None:
-    """As BrowsableStore.age; None where the store is none."""
-    ask = getattr(store, "age", None)
+async def stamp_of(store: Store, key: str) -> Stamp | None:
+    """As BrowsableStore.stamp; None where the store is none."""
+    ask = getattr(store, "stamp", None)
     return None if ask is None else await ask(key)
 
 

@@ -36,7 +36,7 @@ from .manifest import (
 )
 from .pins import PREFIX as PINS
 from .pins import Pin
-from .ports import Clock, Entry, NotFound, Store, StoreError, stored_age
+from .ports import Clock, Entry, NotFound, Store, StoreError, stamp_of
 from .records import place_of
 from .retry import Retry, retrying
 
@@ -182,8 +182,8 @@ class Collector:
         """
         age = self._clock.time() - time
         if age > self._grace:
-            stored = await self._call(lambda: stored_age(self._store, key))
-            age = age if stored is None else min(age, stored)
+            stored = await self._call(lambda: stamp_of(self._store, key))
+            age = age if stored is None else min(age, stored.age)
         return age
 
     async def _floor_before(self, floor: Manifest) -> int | None:

@@ -15,7 +15,7 @@ from stitch_core.head import Channel, channel_key
 from stitch_core.manifest import FormatError, Manifest, canonical_json, run_prefix
 from stitch_core.pins import Pin, pin_key
 from stitch_core.planner import Planner
-from stitch_core.ports import Entry, Unavailable
+from stitch_core.ports import Entry, Stamp, Unavailable
 from stitch_core.publisher import Fenced
 from stitch_core.retention import BATCH, LOOK_AGAIN, Collector, Sweep
 from stitch_core.retry import Retry
@@ -101,21 +101,21 @@ async def test_a_trainer_whose_clock_was_behind_had_no_grace(run: Run) -> None:
     ages = {"runs/r/manifests/000010.e0001.json": 600.0, "runs/r/manifests/000007.e0001.json": 7200.0}
     asked: list[str] = []
 
-    async def age(key: str) -> float:
+    async def stamp(key: str) -> Stamp:
         asked.append(key)
-        return ages[key]
+        return Stamp(0.0, ages[key])
 
-    run.store.age = age  # type: ignore[attr-defined]
+    run.store.stamp = stamp  # type: ignore[attr-defined]
     run.clock.now += 2 * DAY
     assert (await collect(run, grace=3600.0)).floor == 3, "9, whose floor is 6, is the head's since 600 s"
     assert asked == list(ages)
 
 
 async def test_a_store_that_tells_no_time_is_believed_by_the_publishers_dates(run: Run) -> None:
-    async def age(key: str) -> None:
+    async def stamp(key: str) -> None:
         return None
 
-    run.store.age = age  # type: ignore[attr-defined]
+    run.store.stamp = stamp  # type: ignore[attr-defined]
     assert (await collect(run, grace=1.5 * 3600)).floor == 6
 
 
@@ -215,10 +215,10 @@ async def test_a_replica_whose_clock_is_late_keeps_what_it_fetches(run: Run) -> 
 async def test_a_replica_whose_clock_is_late_by_more_than_the_grace(run: Run, age: float, kept: bool) -> None:
     """Its record lasts 15 s, and the store got it ``age`` seconds ago, whatever it is dated."""
 
-    async def stored(key: str) -> float:
-        return age if key == "replicas/x.json" else 9e9
+    async def stamp(key: str) -> Stamp:
+        return Stamp(0.0, age if key == "replicas/x.json" else 9e9)
 
-    run.store.age = stored  # type: ignore[attr-defined]
+    run.store.stamp = stamp  # type: ignore[attr-defined]
     hint(run, [run.versions[1].digest()], 15.0 - 9000.0, dated=-9000.0)
     await collect(run, grace=3600.0)
     assert (1 in payload(run)) is kept

@@ -30,6 +30,8 @@ from ..versions import VersionError, check_run_id
 
 STORE_SECONDS = 60.0
 SCRATCH = "stitch-scratch"
+MAX_SKEW = 5.0
+"""Seconds between two clocks. Records of replicas expire 15 s after they were written, by those of others."""
 
 
 class UsageError(Exception):
@@ -234,7 +236,12 @@ def size_text(size: float) -> str:
 
 def age_text(wall: float) -> str:
     """How long ago a wall time was."""
-    seconds = max(0.0, time.time() - wall)
+    return ago_text(time.time() - wall)
+
+
+def ago_text(seconds: float) -> str:
+    """How long ago something was."""
+    seconds = max(0.0, seconds)
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / divisor:.0f} {unit} ago"

@@ -21,13 +21,20 @@ from ..stores.bounded import BoundedStore
 from ..stores.identity import read_identity
 from ..stores.local import PRIVATE
 from ..stores.probe import probe
-from .common import Commands, absolute_path, add_command, add_store, emit, opened_store, size_text, table
+from .common import (
+    MAX_SKEW,
+    Commands,
+    absolute_path,
+    add_command,
+    add_store,
+    emit,
+    opened_store,
+    size_text,
+    table,
+)
 from .mounts import directory_of, is_read_only, mount_kind
 
 RACERS, ROUNDS = 8, 3
-MAX_SKEW = 5.0
-"""Seconds. Records of replicas expire 15 s after they were written, by the clocks of others."""
-
 SLOW_SYNC = 0.05
 ROOM = 1.2
 """Of a checkpoint's size: the host's copy, and what is fetched and journalled beside it."""
@@ -272,11 +279,11 @@ class StoreChecks:
         before = time.time()
         await self._store.replace(self._key("clock"), b"now")
         after = time.time()
-        stamp = await self._store.modified(self._key("clock"))
+        stamp = await self._store.stamp(self._key("clock"))
         if stamp is None:
             raise Finding("the store does not tell its time", result="skipped")
         # Stores round to whole seconds.
-        skew = max(before - 1.0 - stamp, stamp - after, 0.0)
+        skew = max(before - 1.0 - stamp.written, stamp.written - after, 0.0)
         if skew > MAX_SKEW:
             raise Finding(f"the store's clock and this machine's are {skew:.0f} s apart")
         return f"within {max(1.0, skew):.0f} s of this machine's"

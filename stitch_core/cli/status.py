@@ -10,18 +10,35 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..chain import PARALLEL_READS, ChainReader, NoHead
+from ..hints import RECORDS
 from ..legacy import legacy_pointer
-from ..ports import Store, StoreError
+from ..ports import NotFound, Store, StoreError, stamp_of
 from ..stores.bounded import BoundedStore
 from ..versions import check_run_id
-from .common import Commands, UsageError, add_command, add_store, age_text, emit, opened_store, say, table
+from .common import (
+    MAX_SKEW,
+    Commands,
+    UsageError,
+    add_command,
+    add_store,
+    age_text,
+    ago_text,
+    emit,
+    opened_store,
+    say,
+    table,
+)
+from .mounts import directory_of
+
+SHOWN = 4
 
 
 def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands, "status", run, "show runs, channels and replicas",
         "Show each run's head, what the channels name, and what the replicas last said of themselves.\n"
-        "A replica whose record has expired is unknown, not necessarily gone.\n\n"
+        "A replica whose record has expired is unknown, not necessarily gone. The store tells how old a\n"
+        "record is, where it can: a replica's clock may be wrong, which is then said.\n\n"
         "Where a store cannot list its runs without listing every key, only those that a channel names or a\n"
         "replica serves are shown; --all lists every key. --run reads one run's head and lists nothing.\n\n"
         "  stitch status --store file:/data/stitch\n"
@@ -55,7 +72,10 @@ async def _one(store: Store, options: argparse.Namespace) -> Result:
 
 async def _all(store: BoundedStore, options: argparse.Namespace) -> Result:
     channels = await _parallel(_channel, store, [e.key.split("/")[1] for e in await store.list("channels/")])
-    replicas = await _parallel(_replica, store, [entry.key for entry in await store.list("replicas/")])
+    replicas = await _parallel(_replica, store, [entry.key for entry in await store.list(RECORDS)])
+    if directory_of(options.store) is not None and replicas and all(r.get("expired") for r in replicas):
+        say("every record has expired: the replicas are gone, or this machine's clock is ahead of the "
+            "store's, with which 'stitch doctor' compares it")  # fmt: skip
     legacy = await legacy_pointer(store)
     if legacy is not None:
         say(str(legacy))
@@ -73,15 +93,17 @@ async def _all(store: BoundedStore, options: argparse.Namespace) -> Result:
 
 
 async def _parallel(
-    look: Callable[[Store, str], Awaitable[dict[str, Any]]], store: Store, names: Sequence[str]
+    look: Callable[[Store, str], Awaitable[dict[str, Any] | None]], store: Store, names: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """What ``look`` finds of each; None: it is not there any more."""
     limit = asyncio.Semaphore(PARALLEL_READS)
 
-    async def one(name: str) -> dict[str, Any]:
+    async def one(name: str) -> dict[str, Any] | None:
         async with limit:
             return await look(store, name)
 
-    return await asyncio.gather(*(one(name) for name in names))
+    found = await asyncio.gather(*(one(name) for name in names))
+    return [item for item in found if item is not None]
 
 
 async def _run(store: Store, name: str) -> dict[str, Any]:
@@ -107,13 +129,33 @@ async def _channel(store: Store, name: str) -> dict[str, Any]:
     return {"channel": name, "run": channel.run, "exact": channel.exact}
 
 
-async def _replica(store: Store, key: str) -> dict[str, Any]:
+async def _replica(store: Store, key: str) -> dict[str, Any] | None:
+    """A record, and how old it is (``age``); where the store tells when it got it, by how much its replica's
+    clock (``clock_skew``) and this machine's (``clock_skew_here``) are ahead of the store's. In seconds.
+    """
     try:
         record = json.loads((await store.load(key)).data)
-        expired = record["expires"] < time.time()
-        return {**record, "id": str(record["id"]), "time": float(record["time"]), "expired": expired}
-    except (ValueError, TypeError, KeyError, StoreError) as error:
+        name, written, expires = str(record["id"]), float(record["time"]), float(record["expires"])
+        asked = time.time()
+        stamp = await stamp_of(store, key)
+        here = time.time()
+    except NotFound:
+        return None  # it left since it was listed
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, StoreError) as error:
         return {"id": key, "error": f"its record cannot be read: {error!r}"}
+    age = here - written if stamp is None else stamp.age
+    return {
+        **record, "id": name, "time": written, "age": age,
+        # Both are of the replica's clock: their difference is right, whatever that clock says.
+        "expired": age > expires - written,
+        "clock_skew": None if stamp is None else written - stamp.written,
+        "clock_skew_here": None if stamp is None else _outside(max(stamp.now, stamp.written), asked, here),
+    }  # fmt: skip
+
+
+def _outside(moment: float, first: float, last: float) -> float:
+    """By how much a clock is ahead that showed ``first`` before and ``last`` after the store's ``moment``."""
+    return max(first - moment, 0.0) + min(last - moment, 0.0)
 
 
 def _text(result: dict[str, list[dict[str, Any]]]) -> str:
@@ -136,9 +178,29 @@ def _text(result: dict[str, list[dict[str, Any]]]) -> str:
             ("replica", "address", "run", "applied", "target", "status", "said"),
             [(r["id"], r.get("address"), r.get("run"), r.get("applied"), r.get("target"),
               r.get("error") or f"{r.get('status')}" + (" (expired)" if r.get("expired") else ""),
-              r.get("time") and age_text(r["time"])) for r in result["replicas"]],
+              ago_text(r["age"]) if "age" in r else None) for r in result["replicas"]],
         ))  # fmt: skip
+        parts += _clocks(result["replicas"])
     return "\n\n".join(parts)
+
+
+def _clocks(replicas: list[dict[str, Any]]) -> list[str]:
+    """What is to be said of clocks that disagree."""
+    skews = {r["id"]: r["clock_skew"] for r in replicas if abs(r.get("clock_skew") or 0.0) > MAX_SKEW}
+    found = [
+        f"the clock of {name} is {_ahead(skew)} the store's: set it (NTP)"
+        for name, skew in list(skews.items())[:SHOWN]
+    ]
+    if len(skews) > SHOWN:
+        found.append(f"so are the clocks of {len(skews) - SHOWN} more replicas off")
+    here = max((r["clock_skew_here"] for r in replicas if r.get("clock_skew_here")), key=abs, default=0.0)
+    if abs(here) > MAX_SKEW:
+        found.append(f"this machine's clock is {_ahead(here)} the store's: set it (NTP)")
+    return ["\n".join(found)] if found else []
+
+
+def _ahead(skew: float) -> str:
+    return f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'}"
 
 
 def _versions(first: int, last: int) -> str:

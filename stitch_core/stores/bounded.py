@@ -14,9 +14,10 @@ from ..ports import (
     DigestingStore,
     Entry,
     FileSource,
+    Stamp,
     Store,
     Unavailable,
-    stored_age,
+    stamp_of,
 )
 from .sources import source_size
 
@@ -68,14 +69,9 @@ class BoundedStore:
         ask = getattr(self._store, "folders", None)
         return None if ask is None else await self._bounded(ask(prefix), f"listing {prefix}")
 
-    async def modified(self, key: str) -> float | None:
-        """As BrowsableStore.modified; None where the store is none."""
-        ask = getattr(self._store, "modified", None)
-        return None if ask is None else await self._bounded(ask(key), f"looking at {key}")
-
-    async def age(self, key: str) -> float | None:
-        """As BrowsableStore.age; None where the store is none."""
-        return await self._bounded(stored_age(self._store, key), f"looking at {key}")
+    async def stamp(self, key: str) -> Stamp | None:
+        """As BrowsableStore.stamp; None where the store is none."""
+        return await self._bounded(stamp_of(self._store, key), f"looking at {key}")
 
     async def close(self) -> None:
         await self._store.close()

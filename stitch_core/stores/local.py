@@ -37,6 +37,7 @@ from ..ports import (
     NoStore,
     NotFound,
     RunBlocking,
+    Stamp,
     StoreError,
     SystemClock,
     Unavailable,
@@ -129,13 +130,10 @@ class LocalStore:
         check_prefix(prefix)
         return await self._run(self._translate_read, self._walk, self.root, list_folders, prefix)
 
-    async def modified(self, key: str) -> float:
-        """See BrowsableStore: on a network mount this is the server's clock."""
-        return (await self._reading(os.stat, key)).st_mtime
-
-    async def age(self, key: str) -> float:
-        """See BrowsableStore: now is by this host's clock, which 'stitch doctor' compares."""
-        return self._clock.time() - await self.modified(key)
+    async def stamp(self, key: str) -> Stamp:
+        """See BrowsableStore: on a network mount objects are dated by the server, and now is this host's."""
+        written = (await self._reading(os.stat, key)).st_mtime
+        return Stamp(written, self._clock.time())
 
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)

@@ -21,6 +21,7 @@ from ..ports import (
     Entry,
     FileSource,
     NotFound,
+    Stamp,
     StoreError,
     Unavailable,
 )
@@ -109,14 +110,14 @@ class SimulatedStore:
     async def size(self, key: str) -> int:
         return len(await self._call("size", key, partial(self._bucket.get, check_key(key))))
 
-    async def age(self, key: str) -> float:
-        """As BrowsableStore.age: this bucket's clock is right."""
+    async def stamp(self, key: str) -> Stamp:
+        """As BrowsableStore.stamp: this bucket's clock is right."""
 
-        def look() -> float:
+        def look() -> Stamp:
             self._bucket.get(key)
-            return self._bucket.loop.time() - self._bucket.written[key]
+            return Stamp(self._bucket.written[key], self._bucket.loop.time())
 
-        return await self._call("age", check_key(key), look)
+        return await self._call("stamp", check_key(key), look)
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         check_key(key)

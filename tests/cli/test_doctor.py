@@ -13,7 +13,7 @@ import pytest
 
 from stitch_core.cli import common, doctor
 from stitch_core.files import PosixFiles
-from stitch_core.ports import Blob, Buffer, Capabilities, Entry, FileSource, NotFound, Unavailable
+from stitch_core.ports import Blob, Buffer, Capabilities, Entry, FileSource, NotFound, Stamp, Unavailable
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from tests.cli.commands import Said, Shell
 from tests.stores.test_kit import IgnoresTags, Overwrites
@@ -115,8 +115,8 @@ class Stale(MemoryStore):
 class Sleeps(MemoryStore):
     """Its clock is an hour behind."""
 
-    async def modified(self, key: str) -> float:
-        return time.time() - 3600
+    async def stamp(self, key: str) -> Stamp:
+        return Stamp(time.time() - 3600, time.time() - 3600)
 
 
 class Weak(MemoryStore):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from stitch_core.cli import common, publish
-from stitch_core.ports import Entry
+from stitch_core.ports import Blob, Entry, NotFound
+from stitch_core.stores.local import LocalStore
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
 from tests.cli.commands import Shell
 
@@ -66,6 +69,53 @@ def test_status(shell: Shell) -> None:
     only = status(shell, "--run", "r")
     assert [run["run"] for run in only["runs"]] == ["r"]
     assert only.keys() == {"runs"}, "nothing was listed"
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(-3600, "behind"), (3600, "ahead of")])
+def test_a_living_replica_whose_clock_was_an_hour_behind_looked_dead(
+    shell: Shell, ahead: float, words: str
+) -> None:
+    """And a dead one whose clock was ahead looked alive: the store tells how old a record is."""
+    now = time.time()
+    record = {"id": "living", "run": "r", "time": now + ahead, "expires": now + ahead + 15}
+    put(shell, "replicas/living.json", json.dumps(record).encode())
+    dead = put(shell, "replicas/dead.json", json.dumps({**record, "id": "dead"}).encode())
+    os.utime(dead, (now - 60, now - 60))
+    found = {replica["id"]: replica for replica in status(shell)["replicas"]}
+    assert [found[name]["expired"] for name in ("living", "dead")] == [False, True]
+    assert found["dead"]["age"] == pytest.approx(60, abs=40)
+    assert found["living"]["clock_skew"] == pytest.approx(ahead, abs=40)
+    said = shell("status", "--store", shell.store)
+    assert re.search(rf"the clock of living is [0-9]+ s {words} the store's: set it \(NTP\)", said.out)
+    assert "this machine's" not in said.out
+    assert said.err == ""
+
+
+def test_this_machines_clock_may_be_the_one_that_is_wrong(shell: Shell) -> None:
+    """All records look expired, or are of the future, by a store that only says when it got them."""
+    now = time.time()
+    record = {"id": "one", "run": "r", "time": now - 900, "expires": now - 885}
+    path = put(shell, "replicas/one.json", json.dumps(record).encode())
+    os.utime(path, (now - 900, now - 900))
+    said = shell("status", "--store", shell.store)
+    assert "every record has expired" in said.err
+    assert "'stitch doctor'" in said.err
+    os.utime(path, (now + 900, now + 900))
+    said = shell("status", "--store", shell.store)
+    assert "s behind the store's: set it (NTP)" in said.out
+    assert said.err == ""
+
+
+def test_a_replica_that_leaves_during_the_look_is_no_error(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(shell, "replicas/one.json", b"{}")
+
+    async def gone(self: LocalStore, key: str) -> Blob:
+        raise NotFound(key)
+
+    monkeypatch.setattr(LocalStore, "load", gone)
+    assert status(shell)["replicas"] == []
 
 
 @pytest.mark.parametrize(

@@ -536,14 +536,12 @@ async def test_browsing(cloud: Cloud, mounted: bool) -> None:
     assert await store.folders("runs/") == ["a", "b"]
     assert await store.folders("none/") == []
     for key in ("runs/a/head", "runs/file"):
-        written = await store.modified(key)
-        assert written is not None
-        assert abs(written - time.time()) < 60
-        age = await store.age(key)
-        assert age is not None
-        assert -1 < age < 60
+        stamp = await store.stamp(key)
+        assert stamp is not None
+        assert abs(stamp.written - time.time()) < 60
+        assert -1 < stamp.age < 60
     with pytest.raises(NotFound):
-        await store.modified("runs/a")
+        await store.stamp("runs/a")
     await store.close()
 
 

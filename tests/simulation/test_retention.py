@@ -62,8 +62,8 @@ def believes_the_clocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: Any) -> None:
         return None
 
-    monkeypatch.setattr(retention, "stored_age", broken)
-    monkeypatch.setattr(hints, "stored_age", broken)
+    monkeypatch.setattr(retention, "stamp_of", broken)
+    monkeypatch.setattr(hints, "stamp_of", broken)
 
 
 def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,7 @@ async def test_what_only_some_stores_tell() -> None:
     for key in ("runs/r/head", "runs/s/a/b", "runs/plain", "other/x"):
         await store.create(key, b"")
     assert await BoundedStore(store, 60.0).folders("runs/") == ["r", "s"]
-    assert await BoundedStore(store, 60.0).modified("runs/r/head") is None
-    assert await BoundedStore(store, 60.0).age("runs/r/head") is None
+    assert await BoundedStore(store, 60.0).stamp("runs/r/head") is None
     assert await BoundedStore(BoundedStore(store, 60.0), 60.0).folders("none/") == []
 
 

@@ -382,10 +382,10 @@ async def test_folders_and_times(tmp_path: Path) -> None:
     (tmp_path / "runs" / "with blank").mkdir()
     assert await store.folders("runs/") == ["r", "s"]
     assert await store.folders("none/") == await store.folders("runs/plain/") == []
-    assert abs(await store.modified("runs/r/head") - began) < 60
+    assert abs((await store.stamp("runs/r/head")).written - began) < 60
     os.utime(tmp_path / "runs/r/head", (began - 500, began - 500))
-    assert 499 < await store.age("runs/r/head") < 560
+    assert 499 < (await store.stamp("runs/r/head")).age < 560
     with pytest.raises(NotFound):
-        await store.modified("runs/none")
+        await store.stamp("runs/none")
     with pytest.raises(NoStore):
         await local(tmp_path / "none").folders("runs/")

@@ -31,6 +31,7 @@ from stitch_core.ports import (
     Entry,
     FileSource,
     NotFound,
+    Stamp,
     StoreError,
     SystemClock,
     Unavailable,
@@ -95,14 +96,10 @@ class ModalStore:
     async def size(self, key: str) -> int:
         return await self._reading(key, lambda reader: reader.size(key))
 
-    async def modified(self, key: str) -> float | None:
-        """As BrowsableStore.modified, by the clock of the container that wrote it."""
-        return await self._reading(key, lambda reader: reader.modified(key))
-
-    async def age(self, key: str) -> float | None:
-        """As BrowsableStore.age: now is by this container's clock."""
-        written = await self.modified(key)
-        return None if written is None else time.time() - written
+    async def stamp(self, key: str) -> Stamp | None:
+        """As BrowsableStore.stamp: written is by the clock of the container that did, now by this one's."""
+        written = await self._reading(key, lambda reader: reader.modified(key))
+        return None if written is None else Stamp(written, time.time())
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         await self._writing(key, lambda writer: writer.create(key, source))

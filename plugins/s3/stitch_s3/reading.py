@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from stitch_core.ports import Blob, Entry, Unavailable
+from stitch_core.ports import Blob, Entry, Stamp, Unavailable
 from stitch_core.stores.keys import is_key
 
 from .errors import Refused, status_of, without_reason
@@ -121,16 +123,12 @@ def tag_of(answer: dict[str, Any], key: str) -> str:
     return f'"{etag}"'
 
 
-def written_at(answer: dict[str, Any]) -> float | None:
-    """When an object was written, in wall seconds of the server's clock; None where the answer lacks it."""
-    stamp = answer.get("LastModified")
-    return None if stamp is None else float(stamp.timestamp())
-
-
-def answered_at(answer: dict[str, Any]) -> float | None:
-    """When the server answered, by its clock; None where the answer has no readable date."""
+def stamp_in(answer: dict[str, Any]) -> Stamp | None:
+    """When an object was written, and when the server answered; None where it does not say the former."""
+    written = answer.get("LastModified")
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    try:
-        return None if date is None else parsedate_to_datetime(date).timestamp()
-    except ValueError:
-        return None
+    now = time.time()
+    if date is not None:
+        with contextlib.suppress(ValueError):
+            now = parsedate_to_datetime(date).timestamp()
+    return None if written is None else Stamp(written.timestamp(), now)

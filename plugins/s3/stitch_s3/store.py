@@ -13,7 +13,6 @@ import base64
 import builtins
 import functools
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from stitch_core.ports import (
     Conflict,
     Entry,
     FileSource,
+    Stamp,
 )
 from stitch_core.stores.keys import check_key, check_prefix, check_range
 from stitch_core.stores.room import TRANSFER_BYTES, Room
@@ -35,7 +35,7 @@ from stitch_core.threads import Threads
 from .client import check_installed, connect
 from .errors import translated
 from .multipart import PART, PartsUpload, Sent
-from .reading import Reader, answered_at, written_at
+from .reading import Reader, stamp_in
 from .url import Location, parse_url
 from .writing import Writer
 
@@ -123,15 +123,9 @@ class S3Store:
         what = f"listing {self.location}{prefix}"
         return await self._request(what, lambda client: self._reader.folders(client, prefix))
 
-    async def modified(self, key: str) -> float | None:
-        """As BrowsableStore.modified, in whole seconds."""
-        return written_at(await self._head(key))
-
-    async def age(self, key: str) -> float | None:
-        """As BrowsableStore.age: the server dates its answer too, in whole seconds."""
-        answer = await self._head(key)
-        written, now = written_at(answer), answered_at(answer)
-        return None if written is None else (time.time() if now is None else now) - written
+    async def stamp(self, key: str) -> Stamp | None:
+        """As BrowsableStore.stamp, in whole seconds: the server dates its answer too."""
+        return stamp_in(await self._head(key))
 
     async def _head(self, key: str) -> dict[str, Any]:
         what = f"looking at {self.location.name(key)}"

@@ -21,9 +21,12 @@ async def test_folders_and_times(server: SeaweedServer, prefix: str) -> None:
     await store.create("runs/plain", b"")
     assert await store.folders("runs/") == ["r0", "r1", "r2"]
     assert await store.folders("none/") == []
-    assert abs(await store.modified("runs/r0/k0") - began) < 60
+    stamp = await store.stamp("runs/r0/k0")
+    assert stamp is not None
+    assert abs(stamp.written - began) < 60
+    assert -2 < stamp.age < 60
     with pytest.raises(NotFound):
-        await store.modified("runs/none")
+        await store.stamp("runs/none")
     await store.close()
 
 
