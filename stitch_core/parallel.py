@@ -13,9 +13,9 @@ T = TypeVar("T")
 MOST_WORKERS = 8
 
 
-def default_workers() -> int:
-    """One thread for each CPU that this process may use, 8 at most."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+def default_workers(shares: int = 1) -> int:
+    """Threads for one of so many shares of the CPUs that this process may use: 8 at most, 1 at least."""
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // shares))
 
 
 def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Generator[T, None, None]:

@@ -16,21 +16,27 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..parallel import MOST_WORKERS
+from ..digits import whole
+from ..parallel import default_workers
 
 LINE_BYTES = 1 << 30  # a table of every tensor is one line
 NICENESS = 7
-"""Of what works beside an engine that serves, to its process: it takes what serving leaves, and little more.
+"""How far work beside an engine stands back behind serving: on a core that both want, it gets a sixth."""
 
-On a core that both want, 7 is a sixth.
-"""
+LEAST_PRIORITY = 19
+"""That Linux has."""
 
 Json = dict[str, Any]
 
 
+def niceness() -> int:
+    """As nice(1) counts it: STITCH_NICENESS, by default ``NICENESS``. Raises ValueError."""
+    return whole(os.environ.get("STITCH_NICENESS") or str(NICENESS), most=LEAST_PRIORITY)
+
+
 def spare_workers() -> int:
     """Threads for that work: at most on half the CPUs, so that serving has the others to itself."""
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+    return default_workers(shares=2)
 
 
 class CommandFailed(Exception):

@@ -22,7 +22,7 @@ from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .anchoring import ReplicaAnchors
-from .child import NICENESS, obey, spare_workers, tell
+from .child import niceness, obey, spare_workers, tell
 from .fetching import Fetcher
 from .room import free_room
 from .staging import Stager
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=whole, default=DEFAULT_BYTES)
     parser.add_argument("--anchor-every", type=whole)
     args = parser.parse_args()
-    os.nice(NICENESS)
+    os.nice(niceness())
     cache = opened_cache(args.cache, args.cache_bytes)
     asyncio.run(serve(args.store, args.boot, args.host_dir, cache, args.anchor_every))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from stitch_core.checkpoint import Checkpoint, CheckpointError
 from stitch_core.files import PosixFiles
 from stitch_core.safetensors import Tensor
 from stitch_core.testing.checkpoints import ODD, random_tensors, write_checkpoint
-from stitch_sglang.reading import Reader, workers_for
+from stitch_sglang.reading import Reader
 from stitch_sglang.shadow import Unfit
 
 FILES = PosixFiles()
@@ -84,6 +85,21 @@ def test_a_file_that_is_cut_meanwhile_is_named(tmp_path: Path) -> None:
         list(reading)
 
 
+def test_a_file_that_is_written_to_between_hashing_and_copying_is_told(tmp_path: Path) -> None:
+    """A stage that is called off may read on, while the next version is applied to the same files."""
+    checkpoint = write(tmp_path, random_tensors(np.random.default_rng(0), ODD))
+    ref = next(ref for ref in checkpoint.tensors.values() if ref.nbytes)
+    status = ref.file.stat()
+    os.utime(ref.file, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
+    reader = Reader(tmp_path, go_on)
+    for name, tensor in reader:
+        if name == next(iter(checkpoint.tensors)):
+            FILES.write_at(ref.file, ref.offset, bytes([FILES.read(ref.file, ref.offset, 1)[0] ^ 1]))
+        tensor.clone()
+    with pytest.raises(CheckpointError, match=f"{ref.file.name} was changed while it was loaded"):
+        reader.state()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_reader_that_is_called_off_ends_with_its_threads(tmp_path: Path, workers: int) -> None:
     write(tmp_path, random_tensors(np.random.default_rng(0), ODD))
@@ -105,8 +121,3 @@ def test_a_loader_that_stops_early_is_told(tmp_path: Path) -> None:
     next(iter(reader))
     with pytest.raises(Unfit, match="stopped before tensor"):
         reader.state()
-
-
-def test_ranks_share_half_of_the_cpus() -> None:
-    assert workers_for(1000) == 1
-    assert 1 <= workers_for(1) <= 4

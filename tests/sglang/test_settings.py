@@ -24,12 +24,12 @@ def test_without_store_and_receive_there_are_none() -> None:
 def test_a_follower() -> None:
     settings = Settings.read({
         "STITCH_STORE": "file:/s", "STITCH_RUN": "r", "STITCH_KV_MODE": "retract", "STITCH_POLL": "0.5",
-        "STITCH_DRAIN_ALL": "1", "STITCH_HOST_DIR": "/h",
+        "STITCH_DRAIN_ALL": "1", "STITCH_HOST_DIR": "/h", "STITCH_NICENESS": "0",
     })  # fmt: skip
     assert settings is not None
     assert settings.follow() == Follow(run="r")
     assert (settings.kv_mode, settings.poll, settings.drain_all) == ("retract", 0.5, True)
-    assert settings.host_dir == Path("/h")
+    assert (settings.host_dir, settings.niceness) == (Path("/h"), 0)
     channel = Settings.read({"STITCH_STORE": "file:/s"})
     assert channel is not None
     assert channel.follow() == Follow(channel="latest")
@@ -58,6 +58,7 @@ def test_a_receiver(tmp_path: Path) -> None:
         ({"STITCH_STORE": "file:/s", "STITCH_ANCHOR_EVERY": "1_0"}, "STITCH_ANCHOR_EVERY='1_0'"),
         ({"STITCH_STORE": "file:/s", "STITCH_ANCHOR_EVERY": "0"}, "STITCH_ANCHOR_EVERY='0'"),
         ({"STITCH_STORE": "file:/s", "STITCH_DRAIN_ALL": "yes"}, "STITCH_DRAIN_ALL='yes'"),
+        ({"STITCH_STORE": "file:/s", "STITCH_NICENESS": "20"}, "STITCH_NICENESS='20'"),
     ],
 )
 def test_what_cannot_be_used_is_named(variables: dict[str, str], message: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from stitch_core.replica.child import NICENESS
+from stitch_core.replica.child import niceness
 from stitch_core.testing.checkpoints import random_tensors
 from stitch_sglang.image import storage_key
 
@@ -141,7 +141,7 @@ def test_a_stage_gives_way_to_serving_and_changes_no_other_thread(tmp_path: Path
         run(stager, "t", boot, test=True)
         run(stager, "s", *write(tmp_path / "1", 1))
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert found[1:] == [(min(own + NICENESS, 19), 1)] * 2
+        assert found[1:] == [(min(own + niceness(), 19), 1)] * 2
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
     finally:

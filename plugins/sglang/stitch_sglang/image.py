@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
+from stitch_core.parallel import in_order
+
 ALIGN = 64
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 16 << 20
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -131,19 +134,24 @@ class Image:
                 return int(at.start + differ[0, 0])
         return -1
 
-    def copy_to_live(self, numbers: Iterable[int]) -> int:
-        """Into the storages that the engine reads; the bytes copied. The device is not synchronized."""
-        total = 0
+    def copy_to_live(self, numbers: Iterable[int], workers: int = 1) -> int:
+        """Into the storages that the engine reads; the bytes copied. The device is not synchronized.
+
+        Weights on the CPU are copied by ``workers`` threads.
+        """
+        total, moves = 0, list[tuple[int, int, int]]()
         with torch.inference_mode(False), torch.no_grad():
             for number in numbers:
                 live, own = self.layout.segments[number].live, self.bytes[number]
-                if live.device.type == "cpu":
-                    # Not torch's copy, which waits for its other threads: they may not get a core soon.
-                    ctypes.memmove(live.data_ptr(), own.data_ptr(), own.numel())
-                else:
-                    for at in _chunks(own.numel()):
-                        live[at].copy_(own[at], non_blocking=self.pinned)
                 total += own.numel()
+                for at in _chunks(own.numel()):
+                    if live.device.type == "cpu":
+                        moves.append((live[at].data_ptr(), own[at].data_ptr(), at.stop - at.start))
+                    else:
+                        live[at].copy_(own[at], non_blocking=self.pinned)
+        # Not torch's copy: it waits for each of its threads, also for one that gets no core.
+        for _ in in_order((functools.partial(ctypes.memmove, *move) for move in moves), workers):
+            pass
         return total
 
     def _same(self, number: int, other: torch.Tensor) -> bool:

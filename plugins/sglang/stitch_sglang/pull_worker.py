@@ -12,7 +12,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
 from stitch_core.ports import SystemClock
-from stitch_core.replica.child import NICENESS, obey, spare_workers, tell
+from stitch_core.replica.child import niceness, obey, spare_workers, tell
 from stitch_core.replica.progress import reported
 from stitch_core.replica.stage_worker import table_to_json
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--host-dir", required=True, type=Path)
     parser.add_argument("--root", required=True, action="append", type=Path)
     args = parser.parse_args()
-    os.nice(NICENESS)
+    os.nice(niceness())
     host = HostCheckpoint(args.host_dir, PosixFiles(), workers=spare_workers())
     asyncio.run(serve(Puller(args.name, host, args.boot, args.root)))
 

@@ -86,7 +86,6 @@ def forget(scheduler: Any) -> None:
 
 def _open(scheduler: Any) -> Report | None:
     """Make this rank's stager, if there is none; what stands in the way."""
-    from .reading import workers_for
     from .shadow import Unfit
     from .stager import RankStager
 
@@ -95,9 +94,8 @@ def _open(scheduler: Any) -> Report | None:
     try:
         runner = scheduler.tp_worker.model_runner
         _check(runner.model)
-        workers = workers_for(_count(scheduler))
         scheduler.stitch_stager = RankStager(
-            runner.model, _loader(runner), pin=runner.device == "cuda", workers=workers
+            runner.model, _loader(runner), pin=runner.device == "cuda", ranks=_count(scheduler)
         )
     except Unfit as error:
         return {"outcome": "unfit", "message": str(error)}

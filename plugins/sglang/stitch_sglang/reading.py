@@ -23,8 +23,6 @@ from .shadow import Unfit
 CHUNK_BYTES = 4 << 20
 """Hashed at a time."""
 
-MOST_WORKERS = 4
-
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -34,25 +32,20 @@ DTYPES = {
 }  # fmt: skip
 
 
-def workers_for(ranks: int) -> int:
-    """Threads that hash, for one of so many ranks on this host: half of its CPUs go to serving."""
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // (2 * ranks)))
-
-
 class Reader:
     """Reads ``directory`` once. ``go_on`` is called between pieces, and raises to end it.
 
-    Files are mapped, so that a rank copies what it takes of a tensor and no more. Only the process of the
-    host checkpoint writes to them, and makes none shorter; one that was cut before is told. ``workers``:
-    threads that hash.
+    Files are mapped, so that a rank copies what it takes of a tensor and no more. Nobody makes them shorter;
+    one that was cut before is told. What is written to them between hashing and copying shows in their times,
+    when ``state`` is asked for. ``workers``: threads that hash.
     """
 
     def __init__(self, directory: Path, go_on: Callable[[], None], workers: int = 1) -> None:
         self._checkpoint = Checkpoint.open(directory, PosixFiles())
         self._go_on, self._workers = go_on, workers
         self._table: dict[str, TensorInfo] = {}
-        self._file: Path | None = None
-        self._mapped = torch.empty(0, dtype=torch.uint8)
+        self._mapped: tuple[Path | None, torch.Tensor] = None, torch.empty(0, dtype=torch.uint8)
+        self._stamps = {ref.file: _stamp(ref.file) for ref in self._checkpoint.tensors.values()}
         self.bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +61,10 @@ class Reader:
                 yield name, tensor
 
     def state(self) -> str:
-        """Of what was read, which must be everything."""
+        """Of what was read, which must be everything. Raises Unfit, CheckpointError, OSError."""
+        for file, stamp in self._stamps.items():
+            if _stamp(file) != stamp:
+                raise CheckpointError(f"{file} was changed while it was loaded")
         missed = self._checkpoint.tensors.keys() - self._table.keys()
         if missed:
             raise Unfit(f"the model's loader stopped before tensor {min(missed)}")
@@ -79,9 +75,9 @@ class Reader:
         dtype = DTYPES.get(ref.dtype)
         if dtype is None:
             raise Unfit(f"tensor {name} has dtype {ref.dtype}")
-        if ref.file != self._file:
-            self._file, self._mapped = ref.file, _mapped(ref.file)
-        data = self._mapped[ref.offset : ref.offset + ref.nbytes]
+        if ref.file != self._mapped[0]:
+            self._mapped = ref.file, _map(ref.file)
+        data = self._mapped[1][ref.offset : ref.offset + ref.nbytes]
         if data.numel() != ref.nbytes or os.stat(ref.file).st_size < ref.offset + ref.nbytes:
             raise CheckpointError(f"{ref.file}: tensor {name} is cut short")
         if ref.offset % dtype.itemsize:
@@ -97,7 +93,13 @@ class Reader:
         return tensor, digest.hexdigest()
 
 
-def _mapped(path: Path) -> torch.Tensor:
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one after a write, if that is some milliseconds after the one before."""
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _map(path: Path) -> torch.Tensor:
     """A file's bytes, as they are when they are looked at."""
     with open(path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

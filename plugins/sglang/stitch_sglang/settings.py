@@ -15,6 +15,7 @@ from typing import Any, Literal
 from stitch_core.digits import decimal, whole
 from stitch_core.head import DEFAULT_CHANNEL
 from stitch_core.ports import KVMode
+from stitch_core.replica.child import LEAST_PRIORITY, NICENESS
 from stitch_core.replica.reconciler import Follow
 from stitch_core.stores.cache import DEFAULT_BYTES
 from stitch_core.versions import check_run_id
@@ -40,6 +41,7 @@ OPTIONS = {
     "poll": "seconds between looks at the store (5)",
     "pin_drain": "seconds that requests for an exact version may hold an activation up (60)",
     "drain": "seconds that requests get after SIGTERM (60)",
+    "niceness": f"how far staging stands back behind serving, as nice(1) counts ({NICENESS}); 0 on many CPUs",
 }
 """Names, as --stitch-NAME and STITCH_NAME, and their help."""
 
@@ -69,6 +71,7 @@ class Settings:
     poll: float = 5.0
     pin_drain: float = 60.0
     drain: float = 60.0
+    niceness: int = NICENESS
 
     def follow(self) -> Follow:
         """What to follow in the store."""
@@ -131,6 +134,8 @@ def _parse(name: str, text: str) -> Any:
             return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
         if name in ("host_dir", "cache"):
             return Path(os.path.abspath(text))
+        if name == "niceness":
+            return whole(text, most=LEAST_PRIORITY)
         if kinds[name] in ("int", "int | None"):
             return whole(text, least=1)
         if kinds[name] == "float":

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from stitch_core.checkpoint import CheckpointError
-from stitch_core.replica.child import NICENESS
+from stitch_core.parallel import default_workers
+from stitch_core.replica.child import LEAST_PRIORITY, niceness
 
 from .image import Image, Layout, storage_key
 from .reading import Reader
@@ -24,8 +25,6 @@ from .shadow import Shadow, Survey, Unfit
 logger = logging.getLogger(__name__)
 
 NAMED = 4
-LEAST = 19
-"""The lowest priority that Linux has."""
 
 Load = Callable[[torch.nn.Module, Any], None]
 
@@ -40,9 +39,9 @@ def give_way(threads: int) -> None:
     torch's operations end at a barrier, where one helper that waits for a core holds the whole step up.
     ``threads``: of torch, in threads that begin later.
     """
-    lower = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS
+    lower = os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness()
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(lower, LEAST))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(lower, LEAST_PRIORITY))
     # OpenMP has the number for each thread, torch one more for threads to come (a thread takes it when it
     # first asks, so now): that is put back by a thread that then ends.
     torch.get_num_threads()
@@ -80,13 +79,14 @@ class Work:
 class RankStager:
     """All methods are for the scheduler's thread. ``load`` is SGLang's: restore, load, post-process.
 
-    ``workers`` threads hash what is loaded.
+    ``ranks``: how many share this host's CPUs.
 
     ``active`` equals the live weights; the other image holds the version before, or what was staged.
     """
 
-    def __init__(self, model: torch.nn.Module, load: Load, pin: bool, workers: int = 1) -> None:
-        self._model, self._load, self._pin, self._workers = model, load, pin, workers
+    def __init__(self, model: torch.nn.Module, load: Load, pin: bool, ranks: int = 1) -> None:
+        self._model, self._load, self._pin = model, load, pin
+        self._hashers, self._copiers = default_workers(2 * ranks), default_workers(ranks)
         self._threads = torch.get_num_threads()
         self._survey = Survey(model)
         for one in self._survey.tensors.values():
@@ -160,7 +160,7 @@ class RankStager:
         same_base = self.active is not None and work.since is self.active
         numbers = work.changed if same_base else sorted(self._kept or ())
         before, self.active = self.active, None
-        copied = image.copy_to_live(numbers)
+        copied = image.copy_to_live(numbers, self._copiers)
         self.active, self._spare, self._work = image, before, None
         return copied
 
@@ -221,7 +221,7 @@ class RankStager:
             key = storage_key(live)
             return None if key is None else image.view(numbers[key], live)
 
-        reader = Reader(work.directory, work.go_on, self._workers)
+        reader = Reader(work.directory, work.go_on, self._hashers)
         shadow = Shadow(self._model, self._survey, view)
         try:
             self._load(shadow.model, iter(reader))

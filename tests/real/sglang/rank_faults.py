@@ -28,11 +28,11 @@ def register() -> None:
 
         return there(name) and torch.distributed.get_rank() == 1
 
-    def copy_to_live(self, numbers):
+    def copy_to_live(self, numbers, workers):
         numbers = list(numbers)
         if not wanted("copy"):
-            return copy(self, numbers)
-        copy(self, numbers[:1])
+            return copy(self, numbers, workers)
+        copy(self, numbers[:1], workers)
         raise RuntimeError("a fault after the first segment")
 
     def read_tensor(self, name, ref):
