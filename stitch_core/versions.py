@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RUN_ID = re.compile(r"(?![.-])[A-Za-z0-9._-]{1,128}\Z")
+_SPELLING = "1 to 128 of A-Z a-z 0-9 . _ -, not starting with '.' or '-'"
 _VERSION = re.compile(r"(?P<run>[^/]+)/weight_v(?P<number>[0-9]{6,18})\Z")
+LAST_NUMBER = 10**18 - 1
+"""The highest version number: names and keys have up to 18 digits for it."""
 
 HEADER_MIN = "x-stitch-min-version"
 HEADER_EXACT = "x-stitch-exact-version"
@@ -21,6 +24,10 @@ HEADER_REPLICA = "x-stitch-replica"
 HEADER_CONSUMER = "x-stitch-consumer"
 
 
+SHOWN = 160
+"""Characters of a wrong value in a message: enough for a run id that is one too long."""
+
+
 class VersionError(ValueError):
     """A version, a run id or a constraint that cannot be read. Never means "no version" or "base"."""
 
@@ -28,9 +35,7 @@ class VersionError(ValueError):
 def check_run_id(run: object) -> str:
     """Return ``run`` if it is a valid run id, else raise VersionError."""
     if not isinstance(run, str) or not RUN_ID.match(run):
-        raise VersionError(
-            f"run id {run!r} is not valid: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with '.' or '-'"
-        )
+        raise VersionError(f"run id {shown(run)} is not valid: {_SPELLING}")
     return run
 
 
@@ -40,9 +45,7 @@ def request_scope(run: str, consumer: object) -> str:
     Neither name can contain the ``~``, so that no scope is the beginning of another. Raises VersionError.
     """
     if not isinstance(consumer, str) or not RUN_ID.match(consumer):
-        raise VersionError(
-            f"consumer {consumer!r} is not valid: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with '.' or '-'"
-        )
+        raise VersionError(f"consumer {shown(consumer)} is not valid: {_SPELLING}")
     return f"{check_run_id(run)}~{consumer}~"
 
 
@@ -60,8 +63,8 @@ class PolicyVersion:
 
     def __post_init__(self) -> None:
         check_run_id(self.run)
-        if not _is_int(self.number) or self.number < 0:
-            raise VersionError(f"version number {self.number!r} is not a non-negative integer")
+        if not is_number(self.number):
+            raise VersionError(f"version number {shown(self.number)} is not an integer {_ALLOWED}")
 
     def __str__(self) -> str:
         return f"{self.run}/{directory_name(self.number)}"
@@ -71,7 +74,7 @@ class PolicyVersion:
         """Read ``<run>/weight_v000007``; raises VersionError for anything else."""
         match = _VERSION.match(text) if isinstance(text, str) else None
         if not match:
-            raise VersionError(f"{text!r} is not a version: expected <run>/weight_v000007")
+            raise VersionError(f"{shown(text)} is not a version: expected <run>/weight_v000007")
         version = cls(match["run"], int(match["number"]))
         if str(version) != text:
             raise VersionError(f"{text!r} is not a version: {version} is how it is spelled")
@@ -106,14 +109,14 @@ class VersionConstraint:
             unknown = sorted(set(body_field) - {"min_version", "exact_version", "run"})
             if unknown:
                 raise VersionError(
-                    f"weight_version has an unknown key {unknown[0]!r}, not min_version, exact_version, run"
+                    f"weight_version has an unknown key {shown(unknown[0])}, not min_version, "
+                    "exact_version, run"
                 )
             values = {k: v for k, v in body_field.items() if v is not None}
             for key in ("min_version", "exact_version"):
-                if key in values and (not _is_int(values[key]) or values[key] < 0):
-                    raise VersionError(
-                        f"weight_version.{key} must be a non-negative integer, not {values[key]!r}"
-                    )
+                if key in values and not is_number(values[key]):
+                    given = shown(values[key])
+                    raise VersionError(f"weight_version.{key} must be an integer {_ALLOWED}, not {given}")
         for key, name in (("min_version", HEADER_MIN), ("exact_version", HEADER_EXACT), ("run", HEADER_RUN)):
             text = (headers or {}).get(name)
             if text is None:
@@ -121,10 +124,11 @@ class VersionConstraint:
             value: Any = text.strip()
             if key != "run":
                 if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
-                    raise VersionError(f"header {name} must be a non-negative integer, not {text!r}")
+                    raise VersionError(f"header {name} must be an integer {_ALLOWED}, not {shown(text)}")
                 value = int(value)
             if values.get(key, value) != value:
-                raise VersionError(f"header {name} says {value!r}, weight_version.{key} says {values[key]!r}")
+                said = shown(values[key])
+                raise VersionError(f"header {name} says {shown(value)}, weight_version.{key} says {said}")
             values[key] = value
         if "run" in values:
             check_run_id(values["run"])
@@ -234,5 +238,15 @@ def judge(constraint: VersionConstraint, serving: PolicyVersion) -> Refusal | No
     return None
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_ALLOWED = f"from 0 to {LAST_NUMBER}"
+
+
+def is_number(value: object) -> bool:
+    """Whether a value may be a version's number."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_NUMBER
+
+
+def shown(value: object) -> str:
+    """What was given, for a message; of what is long only the beginning."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"

@@ -11,6 +11,7 @@ from stitch_core.versions import (
     HEADER_EXACT,
     HEADER_MIN,
     HEADER_RUN,
+    LAST_NUMBER,
     PolicyVersion,
     VersionConstraint,
     VersionError,
@@ -77,6 +78,49 @@ def test_numbers(number: Any) -> None:
 def test_C13_a_malformed_constraint_is_an_error_and_never_none(field: Any) -> None:
     with pytest.raises(VersionError, match=r"version|run"):
         VersionConstraint.parse(field)
+
+
+NO_NUMBERS: list[Any] = [
+    10**18, 2**63 - 1, 2**63, 10**4000, -1, -(2**70), 7.0, float("nan"), True, "7", "7" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["min_version", "exact_version"])
+@pytest.mark.parametrize("number", NO_NUMBERS, ids=range(len(NO_NUMBERS)))
+def test_C13_a_number_that_no_version_can_have_was_waited_for(key: str, number: Any) -> None:
+    """From 10**18 on no key can name it. A request was told that it is not ready yet."""
+    with pytest.raises(VersionError, match=rf"{key} must be an integer from 0 to 9{{18}}, not ") as error:
+        VersionConstraint.parse({key: number})
+    assert len(str(error.value)) < 400
+    assert VersionConstraint.parse({key: LAST_NUMBER}) == VersionConstraint(**{key: LAST_NUMBER})
+
+
+@pytest.mark.parametrize("header", [HEADER_MIN, HEADER_EXACT])
+@pytest.mark.parametrize("text", ["1" * 19, "7" * 5000, "+7", "7.0", "0x7", "7, 7", "\u0667"])
+def test_C13_a_header_with_such_a_number(header: str, text: str) -> None:
+    with pytest.raises(VersionError, match=f"header {header} must be an integer from 0 to 9") as error:
+        VersionConstraint.parse(None, {header: text})
+    assert len(str(error.value)) < 400
+    assert VersionConstraint.parse(None, {header: str(LAST_NUMBER)})
+
+
+def test_a_version_above_the_last_number_cannot_be_spelled() -> None:
+    assert PolicyVersion.parse(str(PolicyVersion("r", LAST_NUMBER))) == PolicyVersion("r", LAST_NUMBER)
+    with pytest.raises(VersionError, match="from 0 to"):
+        PolicyVersion("r", LAST_NUMBER + 1)
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "x/weight_v" + "7" * 5000])
+def test_what_is_long_is_cut_in_messages(text: str) -> None:
+    for wrong in (
+        lambda: check_run_id(text),
+        lambda: PolicyVersion.parse(text),
+        lambda: VersionConstraint.parse({text: 1}),
+        lambda: VersionConstraint.parse({"run": text}),
+    ):
+        with pytest.raises(VersionError, match=r"\.\.\. \(50[0-9]+ characters\)") as error:
+            wrong()
+        assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("field", [None, {}, {"min_version": None}, {"exact_version": None, "run": None}])

@@ -34,7 +34,6 @@ from .common import (
     add_metrics,
     add_run,
     add_store,
-    count,
     emit,
     exported,
     interval,
@@ -44,6 +43,7 @@ from .common import (
     say,
     size_text,
     stop_on_signals,
+    version_number,
 )
 from .target import Target, resolve
 
@@ -71,7 +71,9 @@ def add_parser(commands: Commands) -> None:
     source.add_argument(
         "--from-checkpoint", type=absolute_path, metavar="DIR", help="a checkpoint directory of the version"
     )
-    parser.add_argument("--version", type=count, metavar="N", help="the version (default: the newest)")
+    parser.add_argument(
+        "--version", type=version_number, metavar="N", help="the version (default: the newest)"
+    )
     parser.add_argument(
         "--every", type=positive, metavar="K", help="only if the newest full is K versions old or older"
     )

@@ -20,10 +20,10 @@ from .common import (
     add_group,
     add_store,
     check_name,
-    count,
     emit,
     opened_store,
     table,
+    version_number,
 )
 
 
@@ -63,7 +63,7 @@ def add_parser(commands: Commands) -> None:
     for action in (show, move, delete):
         action.add_argument("name", metavar="NAME")
     move.add_argument("run_id", metavar="RUN")
-    move.add_argument("--exact", type=count, metavar="N", help="this version, not the newest")
+    move.add_argument("--exact", type=version_number, metavar="N", help="this version, not the newest")
 
 
 async def run_list(options: argparse.Namespace) -> int:

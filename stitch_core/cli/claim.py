@@ -23,10 +23,10 @@ from .common import (
     add_run,
     add_store,
     check_name,
-    count,
     emit,
     opened_store,
     scratch,
+    version_number,
 )
 
 
@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
         "--channel", metavar="NAME", help="also point this channel (such as latest) at the run"
     )
     parser.add_argument(
-        "--resume-version", type=count, metavar="N",
+        "--resume-version", type=version_number, metavar="N",
         help="the version that was the newest when the checkpoint to go on from was saved",
     )  # fmt: skip
     parser.add_argument(

@@ -26,7 +26,7 @@ from ..replica.auth import FILE_VARIABLE, TEXT_VARIABLE, Tokens, exposed
 from ..scratch import temporary_directory
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
-from ..versions import VersionError, check_run_id
+from ..versions import LAST_NUMBER, VersionError, check_run_id
 
 STORE_SECONDS = 60.0
 SCRATCH = "stitch-scratch"
@@ -136,6 +136,11 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """A whole number from 0 on, no larger than a manifest holds, as an option."""
     return whole(text)
+
+
+def version_number(text: str) -> int:
+    """The number of a version, as an option."""
+    return whole(text, most=LAST_NUMBER)
 
 
 def port(text: str) -> int:

@@ -14,10 +14,10 @@ from .common import (
     add_store,
     age_text,
     check_name,
-    count,
     emit,
     opened_store,
     table,
+    version_number,
 )
 
 
@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
     for action in (add, remove):
         action.add_argument("name", metavar="NAME")
     add.add_argument("run_id", metavar="RUN")
-    add.add_argument("number", type=count, metavar="NUMBER")
+    add.add_argument("number", type=version_number, metavar="NUMBER")
 
 
 async def run_add(options: argparse.Namespace) -> int:

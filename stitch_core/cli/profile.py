@@ -33,6 +33,7 @@ from .common import (
     scratch,
     seconds,
     size_text,
+    version_number,
 )
 from .profile_server import HttpServer, fresh_server, reference_command
 from .publish import publish_directory
@@ -68,7 +69,9 @@ def add_parser(commands: Commands) -> None:
     receive = parser.add_argument_group("a receiver")
     receive.add_argument("--source-dir", type=absolute_path, metavar="DIR", help="as for /pull_weights")
     receive.add_argument("--local-dir", type=absolute_path, metavar="DIR", help="as for /pull_weights")
-    receive.add_argument("--number", type=count, metavar="N", help="the version to pull and activate")
+    receive.add_argument(
+        "--number", type=version_number, metavar="N", help="the version to pull and activate"
+    )
     receive.add_argument("--destination", metavar="NAME", help="disk, cpu or auto (default: the server's)")
     _add_reference(parser)
     _add_traffic(parser)

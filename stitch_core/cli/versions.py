@@ -16,12 +16,12 @@ from .common import (
     add_run,
     add_store,
     age_text,
-    count,
     emit,
     opened_store,
     positive,
     size_text,
     table,
+    version_number,
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def add_parser(commands: Commands) -> None:
     add_store(parser)
     add_run(parser)
     parser.add_argument("--limit", type=positive, default=20, metavar="N", help="at most N versions (20)")
-    parser.add_argument("--before", type=count, metavar="N", help="only versions below number N")
+    parser.add_argument("--before", type=version_number, metavar="N", help="only versions below number N")
 
 
 async def run(options: argparse.Namespace) -> int:

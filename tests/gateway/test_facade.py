@@ -182,7 +182,7 @@ async def test_an_update_waits_for_the_head_and_then_says_what_is_missing(run: R
 async def test_C13_a_version_that_cannot_be_read_is_never_success(run: Run) -> None:
     await run.store.publish(9)
     await run.start()
-    for target in (None, -1, "v7", True, 1.5, [7], "", "7 "):
+    for target in (None, -1, "v7", True, 1.5, [7], "", "7 ", 10**18, 2**63, "7" * 5000):
         assert (await run.fleet.post({**PULL, "target_version": target}, "/pull_weights"))[0] == 400
 
 

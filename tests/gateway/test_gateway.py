@@ -56,13 +56,38 @@ async def test_C12_run_picks_the_replica(fleet: Fleet) -> None:
     assert (status, value["meta_info"]["run"]) == (200, "a")
 
 
-@pytest.mark.parametrize("field", [5, "7", [], {"min_version": "abc"}, {"min_version": -1}, {"x": 1}])
+@pytest.mark.parametrize(
+    "field",
+    [5, "7", [], {"min_version": "abc"}, {"min_version": -1}, {"x": 1}, {"min_version": 2**63},
+     {"exact_version": 10**4000}, {"exact_version": True}, {"min_version": "7" * 5000}],
+)  # fmt: skip
 async def test_C13_malformed_constraint_is_answered_here(fleet: Fleet, field: Any) -> None:
     server = fleet.add()
     await fleet.start()
     status, value = await fleet.post({**PROMPT, "weight_version": field})
     assert (status, value["error"]["type"]) == (400, "InvalidRequest")
     assert server.engine.path == ""
+
+
+@pytest.mark.parametrize("text", [str(2**63), "7" * 5000, "-1", "7.0"])
+@pytest.mark.parametrize("name", ["X-Stitch-Min-Version", "X-Stitch-Exact-Version"])
+async def test_C13_malformed_headers_are_answered_here(fleet: Fleet, name: str, text: str) -> None:
+    server = fleet.add()
+    await fleet.start()
+    status, value = await fleet.post(PROMPT, headers={name: text})
+    assert (status, value["error"]["type"]) == (400, "InvalidRequest")
+    assert name.lower() in value["error"]["message"]
+    assert len(value["error"]["message"]) < 400
+    assert server.engine.path == ""
+
+
+async def test_a_number_of_more_digits_than_are_read_is_400(fleet: Fleet) -> None:
+    fleet.add()
+    await fleet.start()
+    data = b'{"text": "hi", "weight_version": {"min_version": %s}}' % (b"7" * 5000)
+    async with fleet.session.post(fleet.url + "/generate", data=data) as answer:
+        assert answer.status == 400
+        assert "digits" in (await answer.json())["error"]["message"]
 
 
 async def test_unreadable_bodies(fleet: Fleet) -> None:

@@ -42,6 +42,7 @@ async def test_constraint_is_taken_out_and_an_id_is_put_in(replica: Replica) -> 
     [
         5, "7", [], True, {"min_version": "abc"}, {"min_version": -1}, {"min_version": 9, "exact_version": 3},
         {"min_version": 7.0}, {"min_version": True}, {"newest": 1}, {"run": "../x"}, {"run": 5},
+        {"min_version": 2**63}, {"exact_version": 2**63}, {"min_version": "7" * 5000},
     ],
 )  # fmt: skip
 async def test_C13_malformed_constraint_is_400_with_the_reason(replica: Replica, field: Any) -> None:
@@ -56,7 +57,8 @@ async def test_C13_malformed_constraint_is_400_with_the_reason(replica: Replica,
 @pytest.mark.parametrize(
     "headers",
     [{"x-stitch-min-version": "abc"}, {"x-stitch-min-version": "-1"}, {"x-stitch-exact-version": ""},
-     {"x-stitch-run": ".x"}, {"x-stitch-min-version": "7, 7"}],
+     {"x-stitch-run": ".x"}, {"x-stitch-min-version": "7, 7"}, {"x-stitch-min-version": str(2**63)},
+     {"x-stitch-exact-version": "7" * 5000}],
 )  # fmt: skip
 async def test_C13_malformed_header(replica: Replica, headers: dict[str, str]) -> None:
     assert (await generate(replica, headers=headers)).status == 400

@@ -17,6 +17,7 @@ from stitch_core.cli.common import (
     emit,
     opened_store,
     table,
+    version_number,
 )
 from stitch_core.versions import check_run_id
 
@@ -50,7 +51,7 @@ def add_parser(commands: Commands) -> None:
     for action in (setting, delete):
         action.add_argument("name", metavar="NAME")
     demand = setting.add_mutually_exclusive_group(required=True)
-    demand.add_argument("--exact", type=count, metavar="N", help="exactly this version")
+    demand.add_argument("--exact", type=version_number, metavar="N", help="exactly this version")
     demand.add_argument("--lag", type=count, metavar="N", help="at most this many versions behind the head")
     setting.add_argument("--run", metavar="ID", dest="run_id", help="the run of its requests that name none")
 

@@ -17,7 +17,7 @@ from stitch_core.head import FormatError
 from stitch_core.manifest import canonical_json, read_count, read_document
 from stitch_core.ports import Conflict, NotFound, Store, Unavailable
 from stitch_core.retry import Retry, retrying
-from stitch_core.versions import VersionError, check_run_id, request_scope
+from stitch_core.versions import VersionError, check_run_id, is_number, request_scope
 
 from .watch import Watch
 
@@ -62,6 +62,8 @@ def _rule(name: str, value: Any, where: str) -> Rule:
         raise FormatError(f"{where}: one of exact and lag, and not both")
     for key, number in given.items():
         read_count(number, f"{where}: {key}")
+        if key == "exact" and not is_number(number):
+            raise FormatError(f"{where}: exact is no version's number: {number}")
     try:
         request_scope("run", name)
         if value["run"] is not None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from stitch_core.requests import Refused, json_object
-from stitch_core.versions import Refusal, malformed, not_ready, unavailable
+from stitch_core.versions import Refusal, is_number, malformed, not_ready, shown, unavailable
 
 from .consumers import Consumers, Scope
 from .dispatch import Dispatcher
@@ -274,11 +274,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 def _number(value: object, name: str) -> int:
     """A version's number as trainers write it, 7 or "7" or "000007". Raises Refused."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and is_number(value):
         return value
     if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value, re.ASCII):
         return int(value)
-    raise Refused(malformed(f"{name} must be the number of a version, not {value!r}"))
+    raise Refused(malformed(f"{name} must be the number of a version, not {shown(value)}"))
 
 
 def _address(netloc: str) -> tuple[str, int]:
