@@ -123,8 +123,12 @@ def test_braces_of_a_command_are_the_shells(tmp_path: Path) -> None:
 
     tree = catalogue.load("glm-4.5-air/fp8").model_dump()
     tree["checkpoints"]["fp8-block"]["prepared"]["command"] = "awk '{print}' {source}/a > {target}"
-    made = [step.argv[-1] for step in prepare(Recipe.model_validate(tree), read_site(None))]
-    assert "awk '{print}' /models/glm-4.5-air-bf16/a > /models/glm-4.5-air-fp8-block" in made
+    (made,) = [
+        step.argv[2]
+        for step in prepare(Recipe.model_validate(tree), read_site(None))
+        if "awk" in step.argv[2]
+    ]
+    assert "\nawk '{print}' /models/glm-4.5-air-bf16/a > /models/glm-4.5-air-fp8-block.new\n" in made
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(missing: s
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == f"stitch recipe: recipe needs {missing}: install 'stitch-rl[recipes]'\n"
+    assert done.stderr == f"stitch recipe: recipe needs {missing}: pip install 'stitch-rl[recipes]'\n"
 
 
 def test_a_wheel_has_the_recipes() -> None:

@@ -73,14 +73,71 @@ def test_miles_arguments_are_words_and_no_patterns(tmp_path: Path) -> None:
 
 def test_checkpoints_are_made_after_those_that_they_are_made_of() -> None:
     steps = training.prepare(catalogue.load("kimi-k2.6/nvfp4"), SITE)
-    assert [step.argv[0] for step in steps] == ["bash", "hf", "bash", "bash", "bash"]
-    assert [step.converts for step in steps] == [False, False, True, True, True]
+    assert [step.argv[0] for step in steps] == ["bash", "hf", "bash", "bash", "bash", "bash"]
+    assert [step.gpus for step in steps] == [False, False, False, True, True, True]
+    models = [step.makes and step.makes.removeprefix("/models/kimi-k2.6-") for step in steps]
+    assert models == [None, None, "text", "bf16", "nvfp4", "bf16-megatron"]
     assert "DAPO-Math-17k" in steps[0].argv[2]
     assert "moonshotai/Kimi-K2.6" in steps[1].argv
     said = [step.argv[2] for step in steps[2:]]
-    assert "convert_kimi_int4_to_bf16.py --model-dir /models/kimi-k2.6-int4" in said[0]
-    assert "convert_hf_to_nvfp4.py --model-dir /models/kimi-k2.6-bf16" in said[1]
-    assert '--nnodes 8 --node-rank "$NODE_RANK"' in said[2]
+    assert "language_model /models/kimi-k2.6-int4 /models/kimi-k2.6-text.new" in said[0]
+    assert "convert_kimi_int4_to_bf16.py --model-dir /models/kimi-k2.6-text" in said[1]
+    assert "convert_hf_to_nvfp4.py --model-dir /models/kimi-k2.6-bf16" in said[2]
+    assert '--nnodes 4 --node-rank "$NODE_RANK"' in said[3]
+
+
+def test_what_is_made_of_something_that_takes_gpus_comes_after_it() -> None:
+    """Else it would be among the downloads, which a launcher runs first."""
+    tree = catalogue.load("kimi-k2.6/nvfp4").model_dump()
+    tree["checkpoints"]["nvfp4"]["prepared"]["gpus"] = False
+    steps = training.prepare(Recipe.model_validate(tree), SITE)
+    assert [step.gpus for step in steps] == [False, False, False, True, True, True]
+
+
+def converted(recipe: Recipe, name: str) -> dict[str, str]:
+    (step,) = [s for s in training.prepare(recipe, SITE) if s.makes == f"/models/glm-4.5-air-{name}"]
+    return dict(step.environment)
+
+
+def test_what_a_checkpoint_is_made_of_is_a_part_of_how_it_is_made() -> None:
+    """With another revision of the source, or other variables, the old conversion was taken for this one."""
+    tree = catalogue.load("glm-4.5-air/fp8").model_dump()
+    before = converted(Recipe.model_validate(tree), "fp8-block")
+    for path, value in (
+        ("checkpoints/bf16/source/revision", "0" * 40),
+        ("trainer/revision", "0" * 40),
+        ("trainer/environment/NVTE_X", "1"),
+    ):
+        changed = catalogue.load("glm-4.5-air/fp8").model_dump()
+        *above, last = path.split("/")
+        part = changed
+        for step in above:
+            part = part[step]
+        part[last] = value
+        assert converted(Recipe.model_validate(changed), "fp8-block") != before
+        assert converted(Recipe.model_validate(changed), "bf16-megatron") != converted(
+            Recipe.model_validate(tree), "bf16-megatron"
+        )
+
+
+def test_a_conversion_that_was_cut_off_leaves_nothing_behind_that_the_next_one_takes_over(
+    tmp_path: Path,
+) -> None:
+    """Miles' converter of INT4 leaves out files that are there, whole or not."""
+    tree = catalogue.load("glm-4.5-air/fp8").model_dump()
+    tree["checkpoints"]["fp8-block"]["prepared"]["command"] = (
+        f"[[ ! -e {{target}} ]]; mkdir {{target}}; ls {{source}} > {{target}}/a; test -e {tmp_path}/ok"
+    )
+    site = Site.model_validate({"models": f"{tmp_path}/models"})
+    made = tmp_path / "models" / "glm-4.5-air-fp8-block"
+    (step,) = [s for s in training.prepare(Recipe.model_validate(tree), site) if s.makes == str(made)]
+    (tmp_path / "models" / "glm-4.5-air-bf16").mkdir(parents=True)
+    assert [subprocess.run(step.argv).returncode for _ in range(2)] == [1, 1]
+    assert not made.exists()
+    (tmp_path / "ok").touch()
+    assert [subprocess.run(step.argv).returncode for _ in range(2)] == [0, 0]
+    assert [file.name for file in made.iterdir()] == ["a"]
+    assert {path.name for path in made.parent.iterdir()} == {"glm-4.5-air-bf16", "glm-4.5-air-fp8-block"}
 
 
 @pytest.mark.parametrize("name", ["moonlight-16b-a3b/slime", "qwen3-0.6b/miles"])
@@ -97,6 +154,20 @@ def test_kimi_k2_6_trains_with_the_rotary_frequencies_that_it_is_served_with() -
     assert recipe.trainer is not None
     assert recipe.model.geometry.config["rope_scaling"]["beta_fast"] == 32
     assert recipe.trainer.model_script == "kimi-k25"
+
+
+def test_kimi_k2_6_is_trained_as_what_miles_converts_and_exports() -> None:
+    """The wrapper was, for which Miles has no bridge; its exporter refused the embedding's name."""
+    recipe = catalogue.load("kimi-k2.6/nvfp4")
+    geometry = recipe.model.geometry
+    assert recipe.trainer is not None
+    assert (geometry.architecture, geometry.model_type) == ("DeepseekV3ForCausalLM", "deepseek_v3")
+    assert (geometry.prefix, geometry.head, geometry.vision) == ("model.", "lm_head.", None)
+    assert recipe.trainer.flags["model-name"] == "deepseekv3"
+    assert recipe.trainer.flags["trust-remote-code"] is True
+    served = catalogue.load("kimi-k2.6/nvfp4-serve").model.geometry
+    assert served.architecture == "KimiK25ForConditionalGeneration"
+    assert served.vision is not None
 
 
 def test_a_recipe_that_only_serves_has_no_trainer_to_start() -> None:

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from .errors import RecipeError, describe
@@ -36,7 +37,12 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """The recipe of that name, or ``PATH.toml/<table>``: a file of one's own. Raises RecipeError."""
+    """The recipe of that name; or ``PATH.toml/<table>``: a file of one's own; or a rendered ``run.yaml``.
+
+    Raises RecipeError.
+    """
+    if name.endswith(".yaml"):
+        return rendered(Path(name))
     file, _, table = name.rpartition("/")
     if not file:
         raise RecipeError(f"{name!r} is not <model>/<recipe>; there are: {', '.join(names())}")
@@ -46,6 +52,20 @@ def load(name: str) -> Recipe:
     if not path.is_file():
         raise RecipeError(f"there is no recipe {name}; there are: {', '.join(names())}")
     return of_document(read_toml(path), read_toml(home() / SHARED), table, path)
+
+
+def rendered(path: Path) -> Recipe:
+    """The recipe in a file that ``stitch recipe render --for modal`` made. Raises RecipeError."""
+    try:
+        document = yaml.safe_load(_read(path))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"{path}: {error}") from error
+    if not isinstance(document, dict) or "recipe" not in document:
+        raise RecipeError(f"{path}: no recipe in it: is it the run.yaml of a rendered Modal app?")
+    try:
+        return Recipe.model_validate(document["recipe"])
+    except ValidationError as error:
+        raise RecipeError(describe(f"{path} recipe", error)) from error
 
 
 def of_document(document: Mapping[str, Any], shared: Mapping[str, Any], table: str, path: Path) -> Recipe:
@@ -113,12 +133,18 @@ def _tables(document: Mapping[str, Any], key: str, where: str) -> dict[str, dict
 def read_toml(path: Path) -> dict[str, Any]:
     """A document, with or without the mark that some editors put first. Raises RecipeError with the file."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise RecipeError(f"{path}: more than {LARGEST >> 20} MiB, which is no recipe")
-        return tomllib.loads(content.decode("utf-8-sig"))
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}") from error
+        return tomllib.loads(_read(path))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise RecipeError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> str:
+    """A file's text. Raises RecipeError for one that cannot be read, or that is too long to be a recipe."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}") from error
+    if len(content) > LARGEST:
+        raise RecipeError(f"{path}: more than {LARGEST >> 20} MiB, which is no recipe")
+    return content.decode("utf-8-sig")

@@ -23,14 +23,15 @@ CONFIG = "stitch.yaml"
 class Process:
     """A program, its arguments and what it adds to its environment.
 
-    On several ``nodes`` it runs on each at once, with NODE_RANK and MASTER_ADDR. One that ``converts`` needs
-    the trainer's GPUs.
+    On several ``nodes`` it runs on each at once, with NODE_RANK and MASTER_ADDR. ``gpus``: it needs those of
+    a trainer's node. ``makes``: the directory that is there once it ended well; such a step is done once.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     nodes: int = 1
-    converts: bool = False
+    gpus: bool = False
+    makes: str | None = None
 
     def shell(self) -> str:
         """As one line of a POSIX shell."""

@@ -46,9 +46,10 @@ class Prepared(Part):
 
     of: Name = Field(description="the checkpoint that it is converted from")
     command: str = Field(
-        description="a shell command of the trainer's image; {source} and {target} are directories, "
-        "{miles} and {slime} where the image has the framework"
+        description="a shell command of the trainer's image; {source} and {target} are directories, of which "
+        "{target} is not there yet, {miles} and {slime} where the image has the framework"
     )
+    gpus: bool = Field(True, description="it computes on the GPUs of a trainer's node")
 
 
 class Checkpoint(Part):

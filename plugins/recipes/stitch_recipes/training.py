@@ -5,15 +5,19 @@ Which flags Stitch needs is docs/trainers.md; both frameworks are run from where
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 
 from .errors import RecipeError
 from .processes import CONFIG, GATEWAY_PORT, Process, directory, flags, settings
-from .schema import Flags, FlagValue, Recipe, Trainer
+from .schema import Flags, FlagValue, Prepared, Recipe, Trainer
 from .site import Site
 
 HOME = {"slime": "/root/slime", "miles": "/root/miles"}
 MEGATRON = "/root/Megatron-LM"
+
+CONVERTED = "-megatron"
+"""Ends the name of the directory with Megatron's own format, beside that of the checkpoint."""
 
 # The framework's own Megatron arguments: in Miles a program prints them, in slime a script sets an array.
 ARGUMENTS = {
@@ -23,28 +27,52 @@ ARGUMENTS = {
 }
 
 
+ORIGIN = "STITCH_MADE_OF"
+"""Of a step that makes a checkpoint: a digest of all that it is made of, so that a change makes it anew."""
+
+
 def prepare(recipe: Recipe, site: Site) -> list[Process]:
     """What makes the recipe's files, in order: prompts, downloads, conversions, Megatron's own format."""
     steps = _data(recipe.trainer, site) if recipe.trainer else []
     wanted = {recipe.serve} | ({recipe.trainer.checkpoint} if recipe.trainer else set())
+    on_gpus: set[str] = set()
     for name in _in_order(recipe, wanted):
-        target = directory(recipe, site, name)
-        checkpoint = recipe.checkpoints[name]
-        if checkpoint.source is not None:
-            revision = ("--revision", checkpoint.source.revision) if checkpoint.source.revision else ()
-            steps.append(
-                Process(("hf", "download", checkpoint.source.repository, *revision, "--local-dir", target))
-            )
-        elif checkpoint.prepared is not None:
-            source = directory(recipe, site, checkpoint.prepared.of)
-            command = checkpoint.prepared.command.strip()
-            for word, path in {"source": source, "target": target, **HOME}.items():
-                command = command.replace(f"{{{word}}}", shlex.quote(path))
-            environment = recipe.trainer.environment if recipe.trainer else {}
-            steps.append(Process(("bash", "-c", command), environment, converts=True))
+        source, made = recipe.checkpoints[name].source, recipe.checkpoints[name].prepared
+        if source is not None:
+            revision = ("--revision", source.revision) if source.revision else ()
+            target = directory(recipe, site, name)
+            steps.append(Process(("hf", "download", source.repository, *revision, "--local-dir", target)))
+        elif made is not None:
+            if made.gpus or made.of in on_gpus:
+                on_gpus.add(name)
+            steps.append(_conversion(recipe, site, name, made, name in on_gpus))
     if recipe.trainer is not None and not _bridge(recipe.trainer):
         steps.append(_megatron_checkpoint(recipe, recipe.trainer, site))
     return steps
+
+
+def _conversion(recipe: Recipe, site: Site, name: str, made: Prepared, gpus: bool) -> Process:
+    """Under another name until it is whole: converters leave what an earlier try wrote, cut off or not."""
+    source, target = directory(recipe, site, made.of), directory(recipe, site, name)
+    command = made.command.strip()
+    for word, path in {"source": source, "target": f"{target}.new", **HOME}.items():
+        command = command.replace(f"{{{word}}}", shlex.quote(path))
+    script = f'set -e\nrm -rf "$1.new"\n{command}\nrm -rf "$1"\nmv "$1.new" "$1"'
+    trainer = recipe.trainer
+    environment = {**(trainer.environment if trainer else {}), ORIGIN: _origin(recipe, name)}
+    return Process(("bash", "-c", script, "prepare", target), environment, gpus=gpus, makes=target)
+
+
+def _origin(recipe: Recipe, name: str) -> str:
+    """Of a checkpoint: its repository and revision, the commands on the way from there, the framework."""
+    words = [recipe.trainer.revision if recipe.trainer else ""]
+    checkpoint = recipe.checkpoints[name]
+    while checkpoint.prepared is not None:
+        words.append(checkpoint.prepared.command)
+        checkpoint = recipe.checkpoints[checkpoint.prepared.of]
+    if checkpoint.source is not None:
+        words += [checkpoint.source.repository, checkpoint.source.revision or ""]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 def trainer(recipe: Recipe, site: Site, gateway: str, configuration: str) -> Process:
@@ -95,7 +123,7 @@ def placement(recipe: Recipe, chosen: Trainer, site: Site) -> Flags:
         "actor-num-gpus-per-node": chosen.gpus_per_node,
         **({"num-gpus-per-node": chosen.gpus_per_node} if chosen.framework == "miles" else {}),
         "hf-checkpoint": directory(recipe, site, recipe.serve),
-        "ref-load": directory(recipe, site, chosen.checkpoint) + ("" if bridge else "-megatron"),
+        "ref-load": directory(recipe, site, chosen.checkpoint) + ("" if bridge else CONVERTED),
         "load": saves,
         "save": saves,
         **({"save-interval": every} if (every := recipe.versions.save_every) else {}),
@@ -171,21 +199,26 @@ def _bridge(chosen: Trainer) -> bool:
 def _megatron_checkpoint(recipe: Recipe, chosen: Trainer, site: Site) -> Process:
     """To be run on each of the conversion's nodes, with NODE_RANK and MASTER_ADDR where there are several."""
     source = directory(recipe, site, chosen.checkpoint)
+    target = f"{source}{CONVERTED}"
     arguments = ARGUMENTS[chosen.framework].format(script=chosen.model_script)
     conversion = chosen.conversion
     several = '--nnodes {} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500 '
     nodes = several.format(conversion.nodes) if conversion.nodes > 1 else ""
-    # MODEL_ARGS comes last: torchrun takes what stands before the script for itself.
+    # An earlier try would be moved into; the others begin when the first node has. MODEL_ARGS comes last:
+    # torchrun takes what stands before the script for itself.
     script = (
+        f"[[ ${{NODE_RANK:-0}} != 0 ]] || rm -rf {shlex.quote(target)}; "
         f"cd {HOME[chosen.framework]} && {arguments} && exec torchrun {nodes}"
         f'--nproc-per-node {chosen.gpus_per_node} "$@" "${{MODEL_ARGS[@]}}"'
     )
     words = (
         "tools/convert_hf_to_torch_dist.py", *flags(conversion.flags),
-        "--hf-checkpoint", source, "--save", f"{source}-megatron",
+        "--hf-checkpoint", source, "--save", target,
     )  # fmt: skip
     environment = {**_paths(chosen), **chosen.environment, **conversion.environment}
-    return Process(("bash", "-c", script, "convert", *words), environment, conversion.nodes, converts=True)
+    environment[ORIGIN] = _origin(recipe, chosen.checkpoint)
+    argv = ("bash", "-c", script, "convert", *words)
+    return Process(argv, environment, conversion.nodes, gpus=True, makes=target)
 
 
 def _data(chosen: Trainer, site: Site) -> list[Process]:

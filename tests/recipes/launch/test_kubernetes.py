@@ -199,31 +199,56 @@ def test_values_of_flags_survive_yaml_kubernetes_and_the_shell(name: str) -> Non
 def test_a_conversion_of_several_nodes_meets_and_the_trainer_waits_for_it() -> None:
     recipe, (step,) = several_nodes()
     documents = manifests(recipe)
-    job = one(documents, "Job", "math-convert")["spec"]
+    job = one(documents, "Job", "math-together")["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (step.nodes,) * 2 + ("Indexed",)
     spec = job["template"]["spec"]
-    service = one(documents, "Service", "math-convert")
+    service = one(documents, "Service", "math-together")
     assert spec["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["publishNotReadyAddresses"] is True
     given = {each["name"]: each for each in spec["containers"][0]["env"]}
-    assert given["MASTER_ADDR"]["value"] == "math-convert-0.math-convert"
+    assert given["MASTER_ADDR"]["value"] == "math-together-0.math-together"
     assert "job-completion-index" in given["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     head = one(documents, "RayJob", "math-train")["spec"]["rayClusterSpec"]["headGroupSpec"]
     waits = [container["name"] for container in head["template"]["spec"]["initContainers"]]
     assert waits == ["converted", "replicas-are-ready"]
-    prepared = one(documents, "Job", "math-prepare")["spec"]["template"]["spec"]["initContainers"]
-    assert "convert_hf_to_torch_dist" not in str(prepared)
+    for name in ("math-prepare", "math-convert"):
+        prepared = one(documents, "Job", name)["spec"]["template"]["spec"]["initContainers"]
+        assert "convert_hf_to_torch_dist" not in str(prepared)
 
 
 def test_a_conversion_has_room_where_its_ranks_meet() -> None:
     """A container has 64 MB of /dev/shm, of which NCCL takes more."""
-    job = one(manifests(catalogue.load("glm-4.5-air/fp8")), "Job", "math-prepare")
-    steps = job["spec"]["template"]["spec"]["initContainers"]
-    converting = [step for step in steps if "resources" in step]
-    assert len(converting) == 2
-    for step in steps:
-        mounted = {mount["mountPath"] for mount in step["volumeMounts"]}
-        assert mounted == {"/models", "/data"} | ({"/dev/shm"} if step in converting else set())
+    documents = manifests(catalogue.load("glm-4.5-air/fp8"))
+    for name, places in (("math-prepare", {"/models", "/data"}), ("math-convert", {"/models", "/dev/shm"})):
+        job = one(documents, "Job", name)
+        steps = [s for s in job["spec"]["template"]["spec"]["initContainers"] if s["name"].startswith("step")]
+        assert len(steps) == 2
+        for step in steps:
+            assert {mount["mountPath"] for mount in step["volumeMounts"]} == places
+
+
+@pytest.mark.parametrize("recipe", cases(trained=True))
+def test_no_gpu_is_held_while_checkpoints_are_downloaded(recipe: Recipe) -> None:
+    """One Job did both: 8 GPUs waited for terabytes. It is the last Job that claims, after it has waited."""
+    documents = manifests(recipe)
+    fetching = one(documents, "Job", "math-prepare")["spec"]["template"]["spec"]
+    assert "nvidia.com/gpu" not in str(fetching)
+    assert "nodeSelector" not in fetching
+    assert "hf download" in str(fetching)
+    later = [d for d in documents if d["kind"] == "Job" and d["metadata"]["name"] == "math-convert"]
+    for job in later:
+        spec = job["spec"]["template"]["spec"]
+        wait, *steps = spec["initContainers"]
+        assert "hf download" not in str(spec)
+        assert "resources" not in wait
+        assert all("nvidia.com/gpu" in str(step["resources"]) for step in steps)
+        (done,), (last,) = fetching["containers"], spec["containers"]
+        marker = done["command"][-1].rpartition(" ")[2]
+        assert marker.startswith("/models/.prepared/")
+        assert f"ls {marker}" in wait["command"][-1]
+        assert "stitch claim" in last["command"][-1]
+    claims = [d for d in documents if d["kind"] == "Job" and "stitch claim" in str(d)]
+    assert len(claims) == 1
 
 
 def test_agents_reach_the_session_server_of_the_trainers_head() -> None:
@@ -264,7 +289,7 @@ def test_nodes_that_train_or_convert_together_get_the_sites_network(name: str) -
     for document in documents:
         for version in VERSIONS:
             check(document, version)
-    meant = {("Job", "math-convert"), ("RayJob", "math-train")} if recipe.trainer.nodes > 1 else set()
+    meant = {("Job", "math-together"), ("RayJob", "math-train")} if recipe.trainer.nodes > 1 else set()
     given = {(d["kind"], d["metadata"]["name"]) for d in documents if "rdma/ib" in str(d)}
     assert given == meant
     for document in documents:
@@ -285,8 +310,10 @@ def test_nodes_that_convert_together_are_not_held_while_checkpoints_are_download
     assert commands == [
         "kubectl --namespace default apply -f 1-prepare.yaml",
         f"kubectl --namespace default {wait} job/math-prepare",
-        "kubectl --namespace default apply -f 1-prepare-together.yaml",
+        "kubectl --namespace default apply -f 1-prepare-convert.yaml",
         f"kubectl --namespace default {wait} job/math-convert",
+        "kubectl --namespace default apply -f 1-prepare-together.yaml",
+        f"kubectl --namespace default {wait} job/math-together",
         "kubectl --namespace default apply -f .",
         "kubectl --namespace default delete -f .",
     ]

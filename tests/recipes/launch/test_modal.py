@@ -113,6 +113,36 @@ def test_preparing_is_an_app_of_its_own_that_starts_no_replica(tmp_path: Path, l
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", cases())
+def test_a_profile_has_the_image_the_gpus_and_the_memory_of_a_replica_and_starts_no_pool(
+    recipe: Recipe, tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images: list[tuple[str, list[str]]] = []
+    build = Deployment._image
+
+    def noted(self: Deployment, tag: str, setup: list[str]) -> modal.Image:
+        images.append((tag, setup))
+        return build(self, tag, setup)
+
+    monkeypatch.setattr(Deployment, "_image", noted)
+    app = app_of(recipe, tmp_path, loaded)
+    profile, replica = app.profile.info(), app.Replica.info()
+    assert (profile.gpus, profile.memory_mib) == (replica.gpus, replica.memory_mib)
+    assert profile.ephemeral_disk_mib == replica.ephemeral_disk_mib
+    assert (profile.cloud, profile.regions) == (replica.cloud, replica.compute_regions)
+    assert profile.timeout == 6 * 3600
+    assert volumes(profile) == {"/models": "models"}  # it claims a run of its own, in a store of its own
+    assert (app.app.name, app.profiling.name, app.profile.app.name) == (
+        "math",
+        "math-profile",
+        "math-profile",
+    )
+    images.clear()
+    app.run.profile()
+    app.run.replicas()
+    assert images[0] == images[1]
+
+
 def test_what_one_node_cannot_convert_is_done_by_a_cluster(tmp_path: Path, loaded: list[str]) -> None:
     recipe = catalogue.load("glm-5.2/nvfp4")
     app = app_of(recipe, tmp_path, loaded)
@@ -237,5 +267,7 @@ def test_the_app_is_launched_by_a_plain_script(tmp_path: Path, loaded: list[str]
     app = app_of(catalogue.load("qwen3-4b/slime"), tmp_path, loaded)
     with pytest.raises(modal.exception.AuthError):
         app.main("launch")
+    with pytest.raises(modal.exception.AuthError):
+        app.main("profile", "--change", "training")
     with pytest.raises(SystemExit, match=r"python app\.py \[prepare"):
         app.main("lunch")

@@ -124,7 +124,8 @@ def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:
     converted = catalogue.load("glm-4.5-air/fp8")
     rendered(converted, tmp_path / "a")
     served = (tmp_path / "a" / "prepare.sh").read_text().partition("exit 0")[0]
-    assert "share /models, or copy it to this host" in served
+    assert "stitch_recipes.launch.whole /models/glm-4.5-air-fp8-block ||" in served
+    assert "share /models, or copy all of it to this host" in served
     assert "launch.once" in (tmp_path / "a" / "prepare.sh").read_text()
     rendered(catalogue.load("qwen3-0.6b/miles"), tmp_path / "b")
     served = (tmp_path / "b" / "prepare.sh").read_text().partition("exit 0")[0]

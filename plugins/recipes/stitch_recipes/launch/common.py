@@ -13,7 +13,7 @@ from ..processes import Process
 from ..schema import COMMIT, Recipe, Trainer
 from ..site import Site
 from ..training import HOME, prepare
-from .once import marker_paths
+from .once import WORDS, marker_paths
 
 DRAIN_SECONDS = 600
 """What requests get to end when a replica is asked to leave: long answers are what rollouts are made of."""
@@ -23,6 +23,9 @@ READY_SECONDS = 2 * 3600
 
 PREPARE_SECONDS = 12 * 3600
 """How long the preparation of checkpoints may take, of which a download of terabytes is a part."""
+
+PROFILE_SECONDS = 6 * 3600
+"""How long one profile may take: the model is loaded three times, and its next version is made."""
 
 RESTARTS = 20
 """How often a trainer is started again by itself."""
@@ -38,12 +41,16 @@ _REPOSITORIES = {"miles": "https://github.com/radixark/miles", "slime": "https:/
 
 
 def once(step: Process, site: Site) -> Process:
-    """A conversion that is not done again where it was done; other steps see for themselves what is there."""
-    if not step.converts:
+    """A step that is not done again where it was done; one that makes no checkpoint sees for itself.
+
+    What its variables say is a part of what is done: they become words of the command.
+    """
+    if step.makes is None:
         return step
-    markers = f"{site.models}/.prepared"
-    words = ("python3", "-m", "stitch_recipes.launch.once", markers, str(step.nodes), *step.argv)
-    return dataclasses.replace(step, argv=words)
+    variables = [f"{name}={value}" for name, value in sorted(step.environment.items())]
+    given = ("env", *variables) if variables else ()
+    words = ("python3", "-m", "stitch_recipes.launch.once", f"{site.models}/.prepared", step.makes)
+    return dataclasses.replace(step, argv=(*words, str(step.nodes), *given, *step.argv), environment={})
 
 
 def alone(recipe: Recipe, site: Site) -> list[Process]:
@@ -58,7 +65,7 @@ def together(recipe: Recipe, site: Site) -> list[Process]:
 
 def is_done(step: Process, site: Site) -> Process:
     """What fails until a step of several nodes is done on all."""
-    markers = marker_paths(Path(site.models, ".prepared"), step.argv[5:], step.nodes)
+    markers = marker_paths(Path(site.models, ".prepared"), step.argv[WORDS:], step.nodes)
     return Process(("ls", *map(str, markers)))
 
 

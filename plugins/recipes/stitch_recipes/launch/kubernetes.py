@@ -31,29 +31,32 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     claims = site.models_claim
     if recipe.trainer is not None:
         claims += f", {site.data_claim}, {site.saves_claim}"
+    made = prepare(recipe, site)
     several = convert(recipe, recipe.trainer, site) if recipe.trainer else []
-    first = _first(site, "1-prepare.yaml", "prepare")
+    jobs = {"1-prepare.yaml": (_PREPARE, made[:1])}
+    if made[1:]:
+        jobs["1-prepare-convert.yaml"] = (_CONVERT, made[1:])
     if several:
-        first += "\n" + _first(site, "1-prepare-together.yaml", "convert")
+        jobs["1-prepare-together.yaml"] = (_TOGETHER, several)
+    first = "\n".join(_first(site, name, manifests[-1]) for name, (_, manifests) in jobs.items())
 
     files = [
-        file("1-prepare.yaml", _PREPARE, prepare(recipe, site)),
+        *(file(name, comment, *manifests) for name, (comment, manifests) in jobs.items()),
         file("2-replicas.yaml", _REPLICAS, *replicas(recipe, site)),
         file("3-gateway.yaml", _GATEWAY, *gateways(recipe, site)),
         file("4-housekeeping.yaml", _HOUSEKEEPING, *housekeeping(recipe, site)),
     ]
     if recipe.trainer is not None:
-        files += [file("1-prepare-together.yaml", _CONVERT, *several)] if several else []
         agents = sessions(recipe.trainer, site)
         manifests = [*settings(recipe, site), *agents, trainer(recipe, recipe.trainer, site)]
         files.append(file("5-trainer.yaml", _TRAINER + (_SESSIONS if agents else ""), *manifests))
     return files
 
 
-_PREPARE = """Makes prompts and checkpoints, then creates the run. The site's secrets have to be there, and
-PersistentVolumeClaims for many readers and writers: {claims}.
-The other parts wait for this one, but hold GPUs meanwhile: the first time, apply each Job alone and wait for
-it. A Job is not changed by a second apply: after changing the recipe, delete it first.
+_PREPARE = """Makes prompts and fetches checkpoints; where nothing is converted it creates the run as well.
+The site's secrets have to be there, and PersistentVolumeClaims for many readers and writers: {claims}.
+The other parts wait for what comes before them, but hold GPUs meanwhile: the first time, apply each Job alone
+and wait for it. A Job is not changed by a second apply: after changing the recipe, delete it first.
 
 First:
 {first}
@@ -61,7 +64,9 @@ Then:
   kubectl --namespace {namespace} apply -f .
 End it all; versions in the store and saves stay:
   kubectl --namespace {namespace} delete -f ."""
-_CONVERT = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
+_CONVERT = """What no repository has is made of what was fetched, on the GPUs of one of the trainer's nodes;
+then the run is created."""
+_TOGETHER = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
 trainer's nodes at once, after the run was created. If it fails, delete the Job and apply again."""
 _REPLICAS = """The replicas. More or fewer, at any time:
   kubectl --namespace {namespace} scale deployment {name}-replicas --replicas N"""
@@ -79,10 +84,10 @@ _SESSIONS = """
 Agents ask its session server, at {name}-sessions, which asks for no token either."""
 
 
-def _first(site: Site, file: str, component: str) -> str:
+def _first(site: Site, file: str, job: Manifest) -> str:
     """How one Job is run to its end before anything else holds GPUs."""
     kubectl = f"  kubectl --namespace {site.namespace}"
-    wait = f"wait --for=condition=complete --timeout=12h job/{site.name}-{component}"
+    wait = f"wait --for=condition=complete --timeout=12h job/{job['metadata']['name']}"
     return f"{kubectl} apply -f {file}\n{kubectl} {wait}"
 
 

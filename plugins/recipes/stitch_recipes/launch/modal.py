@@ -30,7 +30,7 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     text = _part(text, "open", site.modal_proxy_secret is None)
     text = _part(text, "closed", site.modal_proxy_secret is not None)
     text = _part(text, "compactor", recipe.versions.compact)
-    text = _part(text, "convert", any(step.converts for step in alone(recipe, site)))
+    text = _part(text, "convert", any(step.gpus for step in alone(recipe, site)))
     text = _part(text, "together", bool(together(recipe, site)))
     text = _part(text, "trainer", recipe.trainer is not None)
     text = _part(text, "serving", recipe.trainer is None)

@@ -20,6 +20,7 @@ from ..site import Site
 from .common import (
     DRAIN_SECONDS,
     PREPARE_SECONDS,
+    PROFILE_SECONDS,
     READY_SECONDS,
     SERVICE_IMAGE,
     engine_image,
@@ -169,6 +170,19 @@ class Deployment:
     def ready(self) -> Arguments:
         """Of ``app.function``: the gate before training, which asks a gateway of its own."""
         return {**self.service(), "secrets": self._gateway_secrets}
+
+    def profile(self) -> Arguments:
+        """Of ``app.function``: one update of a replica of its own, which has all that the pool's have."""
+        replica = self.replicas()
+        same = ("image", "gpu", "memory", "ephemeral_disk", "cloud")
+        return {
+            **{name: replica[name] for name in same},
+            "region": self.site.region,
+            "volumes": {self.site.models: self.models},
+            "timeout": PROFILE_SECONDS,
+            "startup_timeout": HOUR,
+            "single_use_containers": True,
+        }
 
     def _preparing(self) -> Arguments:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from pathlib import Path
 
 from .. import processes, training
 from ..processes import GATEWAY_PORT, REPLICA_PORT, Process
-from . import ready
+from . import ready, whole
 from .common import RAY_PORT, READY_SECONDS, alone, dumped, needed, together
-from .modal_app import Deployment
+from .modal_app import RUN_FILE, Deployment
 
 # Modal lets requests end first, and then gives 30 s.
 DRAIN_AFTER_GRACE = 20
@@ -47,7 +48,7 @@ def prepare(deployment: Deployment, *, converting: bool) -> None:
     for volume in volumes.values():
         volume.reload()
     for step in alone(deployment.recipe, deployment.site):
-        if step.converts == converting:
+        if step.gpus == converting:
             run(step)
     for volume in volumes.values():
         volume.commit()  # or the next container may start without it
@@ -62,9 +63,27 @@ def prepare_together(deployment: Deployment) -> None:
     deployment.models.commit()
 
 
+def gather(target: Path) -> None:
+    """Put together what several containers made of a checkpoint in Megatron's format.
+
+    Its converter renames the directory of the first iteration at the end: only the first node's files, which
+    are all that its container has. Those of the others were committed under the old name.
+    """
+    before, after = target / "iter_0000001", target / "release"
+    if before.is_dir():
+        after.mkdir(exist_ok=True)
+        for file in sorted(before.iterdir()):
+            file.replace(after / file.name)
+        before.rmdir()
+
+
 def claim(deployment: Deployment) -> None:
     """Create the run, unless it is there: a claim would fence the trainer that runs."""
     deployment.models.reload()
+    if several := together(deployment.recipe, deployment.site):
+        for step in several:
+            gather(Path(step.makes or ""))
+        deployment.models.commit()
     if subprocess.run(processes.known(deployment.site).argv, cwd="/", capture_output=True).returncode:
         run(processes.claim(deployment.recipe, deployment.site))
 
@@ -77,6 +96,40 @@ def wait_for_replicas(deployment: Deployment) -> None:
             raise TimeoutError("replicas are not ready: `modal app logs` says what each does")
     finally:
         stop(gateway)
+
+
+def profile(deployment: Deployment, *options: str) -> str:
+    """``stitch recipe profile`` of this run's recipe, on the served checkpoint; its row, as JSON.
+
+    The row is also a file on the Volume of models. Raises RuntimeError without a checkpoint or a GPU, when a
+    check fails, and for options that the command refuses.
+    """
+    from ..profile.engine import has_gpu
+    from ..profile.row import describe
+
+    recipe, site = deployment.recipe, deployment.site
+    deployment.models.reload()
+    base = processes.directory(recipe, site, recipe.serve)
+    if (wrong := whole.fault(Path(base))) is not None:
+        raise RuntimeError(f"{wrong}; `python app.py prepare` makes the checkpoint")
+    if not has_gpu():
+        raise RuntimeError("this container shows no GPU (/dev/nvidiactl): a row of it would be a CPU's")
+    asked = ("stitch", "recipe", "profile", str(deployment.here / RUN_FILE), "--base", base, "--project")
+    process = Process((*asked, "--json", *options))
+    print("+", process.shell(), file=sys.stderr, flush=True)
+    done = subprocess.run(process.argv, cwd="/", stdout=subprocess.PIPE, text=True)
+    try:
+        row = json.loads(done.stdout)
+    except ValueError:
+        raise RuntimeError(f"{_name(process.argv)} ended with {done.returncode}: see above") from None
+    file = Path(site.models, "profiles", f"{recipe.name.replace('/', '-')}-{int(time.time())}.json")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
+    deployment.models.commit()
+    print(f"{describe(row)}\n\nthe row is {file} of the Volume {site.models_claim}", flush=True)
+    if done.returncode:
+        raise RuntimeError(f"{_name(process.argv)} ended with {done.returncode}: a check failed, see above")
+    return file.read_text("utf-8")
 
 
 def follow(process: Process, seconds: float) -> None:

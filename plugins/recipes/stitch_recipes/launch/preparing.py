@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .. import processes
 from ..processes import Process
@@ -30,45 +31,73 @@ from .pods import (
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def prepare(recipe: Recipe, site: Site) -> Manifest:
-    """A Job: the steps one after the other, as init containers, then the claim of a run that is not there."""
-    trainer = recipe.trainer
+def prepare(recipe: Recipe, site: Site) -> list[Manifest]:
+    """One Job, or two: what needs no GPU, then what does; the last one claims the run, if it is not there.
+
+    Of each the steps come one after the other, as init containers.
+    """
+    made = alone(recipe, site)
+    # A pod holds what one of its containers needs from its first to its last: hours of downloads.
+    first, later = [s for s in made if not s.gpus], [s for s in made if s.gpus]
+    if not later:
+        return [_steps(recipe, site, "prepare", first, [], _claim(recipe, site))]
+    marker = _marker(site, first)
+    done = Process(("bash", "-c", 'mkdir -p "${1%/*}" && touch "$1"', "done", marker))
+    waits = waiting("prepared", Process(("ls", marker)), site, PREPARE_SECONDS, mount("models", site.models))
+    return [
+        _steps(recipe, site, "prepare", first, [], done),
+        _steps(recipe, site, "convert", later, [waits], _claim(recipe, site)),
+    ]
+
+
+def _claim(recipe: Recipe, site: Site) -> Process:
+    known, claim = (shlex.join(p.argv) for p in (processes.known(site), processes.claim(recipe, site)))
+    return Process(("bash", "-c", f"{known} >/dev/null 2>&1 || exec {claim}"))
+
+
+def _marker(site: Site, steps: Sequence[Process]) -> str:
+    """What is there once these steps were done."""
+    words = "\0".join(word for step in steps for word in step.argv)
+    return f"{site.models}/.prepared/{hashlib.sha256(words.encode()).hexdigest()[:32]}.all"
+
+
+def _steps(
+    recipe: Recipe, site: Site, component: str, made: Sequence[Process], before: list[Manifest], last: Process
+) -> Manifest:
+    """A Job: ``before``, the steps, and ``last`` of Stitch's own commands."""
+    trainer, on_gpus = recipe.trainer, any(step.gpus for step in made)
     places = {"models": (site.models, site.models_claim)}
-    if trainer and trainer.data:
+    if trainer and trainer.data and not on_gpus:
         places["data"] = (site.data, site.data_claim)
     files = [mount(name, place) for name, (place, _) in places.items()]
     image = trainer_image(trainer, site) if trainer else engine_image(recipe, site)
     setup = trainer_setup(trainer, site) if trainer else engine_setup(site)
-    made = alone(recipe, site)
-    converts = any(step.converts for step in made)
     steps = [
         container(
             f"step-{i}", image, script(setup, step), site,
             # Ranks of one node meet in /dev/shm, of which a container has 64 MB.
-            volumeMounts=[*files, mount("shm", "/dev/shm")] if step.converts else files,
+            volumeMounts=[*files, mount("shm", "/dev/shm")] if step.gpus else files,
             env=variables(step.environment),
-            resources=of_a_trainer(trainer) if trainer and step.converts else {},
+            resources=of_a_trainer(trainer) if trainer and step.gpus else {},
         )
         for i, step in enumerate(made, 1)
     ]  # fmt: skip
-    known, claim = (shlex.join(p.argv) for p in (processes.known(site), processes.claim(recipe, site)))
-    create = Process(("bash", "-c", f"{known} >/dev/null 2>&1 || exec {claim}"))
     spec = pod(
         site,
-        [service_container("claim", create, site, volumeMounts=[mount("models", site.models)])],
-        initContainers=steps,
+        [service_container("last", last, site, volumeMounts=[mount("models", site.models)])],
+        initContainers=[*before, *steps],
         restartPolicy="Never",
-        nodeSelector=site.trainer_nodes if converts else {},
+        nodeSelector=site.trainer_nodes if on_gpus else {},
         volumes=[
             *(claim_volume(name, claim) for name, (_, claim) in places.items()),
-            *([memory_volume(trainer.memory_limit_gib)] if trainer and converts else []),
+            *([memory_volume(trainer.memory_limit_gib)] if trainer and on_gpus else []),
         ],
     )
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(site, "prepare"),
-        "spec": {"backoffLimit": 3, "template": template(site, "prepare", spec)},
+        "metadata": metadata(site, component),
+        "spec": {"backoffLimit": 3, "template": template(site, component, spec)},
     }
 
 
@@ -76,7 +105,7 @@ def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
     """For each step of several nodes: a Job with a pod for each, and the Service by which they meet."""
     made: list[Manifest] = []
     for step in together(recipe, site):
-        name = f"{site.name}-convert"
+        name = f"{site.name}-together"
         node = container(
             "node", trainer_image(trainer, site), script(trainer_setup(trainer, site), step), site,
             env=[
@@ -96,16 +125,17 @@ def convert(recipe: Recipe, trainer: Trainer, site: Site) -> list[Manifest]:
             nodeSelector=site.trainer_nodes,
             volumes=[claim_volume("models", site.models_claim), memory_volume(trainer.memory_limit_gib)],
         )  # fmt: skip
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(site, "convert")}
+        labelled = labels(site, "together")
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labelled}
         job = {
             # One that fails alone cannot meet the others again.
             "backoffLimit": 0,
             "completionMode": "Indexed",
             "completions": step.nodes,
             "parallelism": step.nodes,
-            "template": template(site, "convert", spec),
+            "template": template(site, "together", spec),
         }
-        meta = metadata(site, "convert")
+        meta = metadata(site, "together")
         made += [
             {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
             {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": job},

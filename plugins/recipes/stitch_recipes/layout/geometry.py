@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -128,3 +128,9 @@ class Geometry(Numbers):
     prediction: Prediction | None = None
     vision: Vision | None = None
     config: dict[str, Any] = Field({}, description="what else config.json says; of text_config if it has one")
+
+    @field_validator("text_architecture", "text_model_type", "vision", mode="before")
+    @classmethod
+    def _left_out(cls, value: Any) -> Any:
+        """``false`` leaves it out: a recipe may be of a model's part, and a file cannot say None."""
+        return None if value is False else value
