@@ -33,6 +33,12 @@ EXTRAS = {
     "consumer": "gateway", "dns": "gateway", "static": "gateway", "store": "gateway", "prove": "embedded",
     "modal_flash": "modal", "recipe": "recipes",
 }  # fmt: skip
+# The extras that bring a module, for commands that need it only once they run.
+MODULES = {
+    "aiohttp": ("cli", "gateway"), "uvicorn": ("cli", "embedded"), "boto3": ("s3",), "botocore": ("s3",),
+    "modal": ("modal",), "pydantic": ("recipes",), "yaml": ("recipes",), "jinja2": ("embedded",),
+    "safetensors": ("embedded",), "tokenizers": ("embedded",), "torch": ("embedded",),
+}  # fmt: skip
 ELSEWHERE: dict[str, tuple[str, ...]] = {}
 NO_ENGINE = {"sglang": "; `sglang serve` itself is the replica, with STITCH_STORE set: see SGLANG_FORK.md"}
 
@@ -63,9 +69,19 @@ def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except ModuleNotFoundError as error:
-        raise PluginMissing(f"{entry.name} needs {error.name}: install {_extra(entry.name)}") from error
+        raise PluginMissing(f"{entry.name} needs {error.name}: pip install {_extra(entry.name)}") from error
     except (ImportError, AttributeError) as error:
         raise PluginMissing(f"{entry.name} is installed but cannot be loaded: {error}") from error
+
+
+def what_brings(module: str | None, command: str) -> str | None:
+    """How to install a module that ``command`` misses; None where no extra brings it."""
+    name = (module or "").partition(".")[0]
+    if name not in MODULES:
+        return None
+    mine = EXTRAS.get(command, command)
+    extra = mine if mine in MODULES[name] else MODULES[name][0]
+    return f"{command} needs {name}: pip install {_extra(extra)}"
 
 
 def _extra(name: str) -> str:

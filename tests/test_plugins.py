@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_every_extra_that_is_named_exists() -> None:
         assert {plugins.EXTRAS.get(name, name) for name in group} - core <= set(extras)
 
 
+def test_every_extra_brings_the_modules_that_it_is_said_to() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for module, brings in plugins.MODULES.items():
+        package = {"yaml": "pyyaml", "botocore": "boto3"}.get(module, module)
+        for extra in brings:
+            assert any(re.match(rf"{package}\b", needed) for needed in extras[extra]), (module, extra)
+
+
 def test_a_clone_that_was_never_installed(registered: list[EntryPoint]) -> None:
     assert names("stitch.stores") == sorted(OURS["stitch.stores"])
     assert load("stitch.stores", "memory") is open_url
@@ -66,7 +75,7 @@ def test_what_is_not_there_says_what_is(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("module_that_nobody_has:x", r"mine needs module_that_nobody_has: install 'stitch-rl\[mine\]'"),
+        ("module_that_nobody_has:x", r"mine needs module_that_nobody_has: pip install 'stitch-rl\[mine\]'"),
         ("stitch_core.stores.memory:nothing", "mine is installed but cannot be loaded: .*'nothing'"),
     ],
 )

@@ -94,6 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KNOWN_FAILURES as failure:
         _complain(options.command, failure)
         return 2
+    except ModuleNotFoundError as missing:
+        needed = plugins.what_brings(missing.name, options.command)
+        if needed is None:
+            raise
+        _complain(options.command, UsageError(needed))
+        return 2
 
 
 def _complain(command: str, failure: Exception) -> None:

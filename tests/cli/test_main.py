@@ -157,7 +157,7 @@ def test_a_plugin_that_is_not_there_is_a_command_that_says_so(
     monkeypatch.setattr(plugins, "entry_points", find)
     assert main(["gateway"]) == 2
     said = capsys.readouterr().err
-    assert said == "stitch gateway: gateway needs module_that_nobody_has: install 'stitch-rl[gateway]'\n"
+    assert said == "stitch gateway: gateway needs module_that_nobody_has: pip install 'stitch-rl[gateway]'\n"
     assert main(["prove"]) == 2
     assert "cannot be loaded" in capsys.readouterr().err
     assert main(["status", "--store", f"file:{tmp_path}", "--json"]) == 0

@@ -32,10 +32,7 @@ async def run(options: argparse.Namespace) -> int:
     directory: Path = options.directory
     if not (directory / "run.json").is_file():
         raise UsageError(f"{directory} is not a run: it has no run.json")
-    try:
-        from .proof import prove  # torch, which no other command needs
-    except ModuleNotFoundError as error:
-        raise UsageError(f"a proof needs {error.name}: install 'stitch-rl[embedded]'") from error
+    from .proof import prove  # torch, which no other command needs
 
     processes = min(options.processes, os.cpu_count() or 1)
     report = await asyncio.to_thread(prove, directory, processes=processes, progress=say)

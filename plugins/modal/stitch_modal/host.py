@@ -26,7 +26,7 @@ MODAL_MOUNTS = "/__modal/volumes"
 def check_installed() -> None:
     """Raises BadUrl where the SDK is missing."""
     if importlib.util.find_spec("modal") is None:
-        raise BadUrl("modal needs the Modal SDK: install 'stitch-rl[modal]'")
+        raise BadUrl("modal needs the Modal SDK: pip install 'stitch-rl[modal]'")
 
 
 def dict_name(volume: str) -> str:

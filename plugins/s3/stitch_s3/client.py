@@ -25,7 +25,7 @@ TOKEN_ENV = "MODAL_IDENTITY_TOKEN"
 def check_installed() -> None:
     """Raises BadUrl where boto3 is missing."""
     if importlib.util.find_spec("boto3") is None:
-        raise BadUrl("s3 needs boto3: install 'stitch-rl[s3]'")
+        raise BadUrl("s3 needs boto3: pip install 'stitch-rl[s3]'")
 
 
 def connect(
