@@ -1,9 +1,10 @@
 """The compactor: merges the deltas of one run into spans, so that joining does not grow with the run.
 
-It needs no weights. Which spans there ought to be follows from what the store has (spans.py), so any number
-of compactors may run, die and start again: spans are create-only, and named by what is in them. A lease,
-which is a hint, keeps two from doing the same work. Replaced aggregates go after a grace, counted from when
-this process first saw what replaced them, and not while a replica's record says that it fetches them.
+It needs no weights. It looks what is missing, has it made (span_maker.py), and retires what newer spans have
+replaced. Which spans there ought to be follows from what the store has (spans.py), so any number of
+compactors may run, die and start again: spans are create-only, and named by what is in them. A lease, which
+is a hint, keeps two from doing the same work. Replaced aggregates go after a grace, counted from when this
+process first saw what replaced them, and not while a replica's record says that it fetches them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,19 +20,16 @@ from typing import TypeVar
 from .anchors import Lease
 from .chain import ChainReader
 from .delta.fold import RepresentationInvalid
-from .delta.merge import merge_deltas
-from .delta.transcode import in_encoding
 from .delta.wire import DeltaError
 from .hints import fetched
-from .lineage import REVERSIBLE, NoPlan, Plan, Sketch, Source
-from .manifest import Manifest, PayloadFile, Representation, Row, floor_number
-from .planner import Planner
+from .lineage import NoPlan, Plan, Sketch, Source
+from .manifest import Manifest, Row, floor_number
 from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store
-from .records import How, Place, Record, list_records, upload_record
-from .replica.fetching import Fetcher, Wanted
+from .records import Place, Record, list_records
 from .retry import Retry, retrying
+from .span_maker import EncodingChanges, SpanMaker
 from .spans import SHAPE, Range, Shape, newest_aggregate, replaced, wanted
-from .stores.transfer import DigestMismatch, file_digest
+from .stores.transfer import DigestMismatch
 from .versions import PolicyVersion
 
 T = TypeVar("T")
@@ -110,17 +108,16 @@ class Compactor:
     ) -> None:
         """``name`` tells this process from others; ``say`` is told what is going on."""
         self.root, self._root_state = 0, ""
-        self._store, self._run, self._work, self._name = store, run, work, name
-        self._files, self._clock, self._rng, self._run_blocking = files, clock, rng, run_blocking
-        self._grace, self._policy, self._widths, self._say = grace, policy or Retry(), widths, say
+        self._store, self._run, self._name, self._clock, self._rng = store, run, name, clock, rng
+        self._grace, self._policy, self._say = grace, policy or Retry(), say
         self._shape = shape
         self._chain = ChainReader(store)
-        self._planner = Planner(store, self._chain, piece_cost=0)
-        self._fetcher = Fetcher(store, files, run_blocking, rng)
-        self._excluded: set[str] = set()
+        self._maker = SpanMaker(
+            store, run, work, self._chain, files=files, rng=rng, run_blocking=run_blocking,
+            policy=self._policy, widths=widths,
+        )  # fmt: skip
         self._failed: dict[Range, str] = {}
         self._needless: set[Range] = set()  # one piece leads over these: the other steps changed nothing
-        self._local: dict[str, tuple[Path, int]] = {}  # verified files by a source's digest, and its version
         self._replaced_since: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------- passes
@@ -145,7 +142,7 @@ class Compactor:
                 made.append(one)
                 self._say(_told(one))
         deleted = await self._retire(view)
-        await self._forget(view)
+        await self._maker.forget((self.root, view.low))
         return self._report(view, made, deleted=tuple(deleted))
 
     def _report(
@@ -163,7 +160,7 @@ class Compactor:
         newest = await self._call(lambda: self._chain.manifest(self._run, head))
         places: dict[Range, list[Place]] = {}
         for place in await self._call(lambda: list_records(self._store, self._run, ("spans",))):
-            if place.since is not None and place.key is not None and place.digest not in self._excluded:
+            if place.since is not None and place.key is not None and place.digest not in self._maker.excluded:
                 places.setdefault((place.since, place.number), []).append(place)
         ends = sorted((b for a, b in places if a == self.root and b <= newest.number), reverse=True)
         for end in [*ends, self.root]:
@@ -199,30 +196,25 @@ class Compactor:
             if len(plan.deltas) == 1:
                 self._needless.add(range)
                 return None
-            directories = await self._fetch(plan.deltas)
-            record, directory = await self._run_blocking(self._merge, range, plan, directories)
+            record, directory = await self._maker.merge(range, plan)
         except NoPlan as error:
-            self._give_up(view, range, str(error), error.at if isinstance(error, _Mixed) else 0)
+            self._give_up(view, range, str(error), error.at if isinstance(error, EncodingChanges) else 0)
             return None
         except (NotFound, DigestMismatch, RepresentationInvalid, DeltaError) as error:
             # What is wrong with a piece excludes it; then there is another way, or none.
-            if isinstance(error, RepresentationInvalid):
-                self._excluded.add(error.manifest_digest)
-            elif isinstance(error, DeltaError):
+            if isinstance(error, DeltaError):
                 self._failed[range] = str(error)
             self._say(f"span {range[0]}-{range[1]}: {error}")
             return None
-        how: How = {"policy": self._policy, "rng": self._rng, "run_blocking": self._run_blocking}
         try:
-            await upload_record(self._store, record, directory, self._files, how)
+            await self._maker.upload(record, directory)
         except (AlreadyExists, DigestMismatch) as error:
             self._failed[range] = f"what is there under its name is something else: {error}"
             return None
-        self._local[record.digest()] = directory, record.number
         return Made(record, len(plan.deltas), plan.bytes, self._clock.monotonic() - began)
 
     async def _plan(self, view: _View, range: Range) -> Plan:
-        """The cheapest pieces that lead from one version to the other, read and found reversible. NoPlan."""
+        """What the span is made of. Raises NoPlan."""
         a, b = range
         by_number = {row.number: row for row in view.rows}
         target = await self._call(lambda: self._chain.manifest(self._run, by_number[b]))
@@ -237,71 +229,19 @@ class Compactor:
             sources[row.digest] = Sketch.delta(
                 version, by_number[before].state, row.state, row.bytes, row.digest, row.key
             )
-        while True:
-            plan = await self._call(
-                lambda: self._planner.read(target, by_number.values(), sources, {start}, self._excluded)
-            )
-            unfit = [s for s in plan.sources if s.representation.encoding not in REVERSIBLE]
-            if not unfit:
-                if self._widths is None:
-                    _check_one_encoding(plan)
-                return plan
-            self._excluded.update(source.digest() for source in unfit)
+        return await self._maker.plan(target, by_number.values(), sources, start)
 
     def _give_up(self, view: _View, range: Range, why: str, at: int) -> None:
         """A block that cannot be merged ends what can: the root is above what stands in the way."""
         a, b = range
         self._failed[range] = why
         by_number = {row.number: row for row in view.rows}
-        unfit = [n for n in by_number if a < n <= b and by_number[n].digest in self._excluded]
+        unfit = [n for n in by_number if a < n <= b and by_number[n].digest in self._maker.excluded]
         floor = floor_number(view.newest)
         root = max([*unfit, floor if b <= floor else 0, at])
         if root > self.root and root in view.states:
             self.root, self._root_state = root, view.states[root]
             self._say(f"no span leads over version {root}: {why}")
-
-    async def _fetch(self, sources: Sequence[Source]) -> dict[str, Path]:
-        """Verified files of each, by its digest; those that this process made or has fetched are here."""
-        wanted: dict[Wanted, Source] = {}
-        for source in sources:
-            digest = source.digest()
-            if digest in self._local:
-                continue
-            directory = self._work / digest.removeprefix("sha256:")[:24]
-            await self._run_blocking(self._files.make_dirs, directory)
-            for file in source.representation.files:
-                key = source.file_key(file.name)
-                wanted[Wanted(key, directory / file.name, file.size, file.sha256)] = source
-
-        def failed(file: Wanted, error: Exception) -> None:
-            if isinstance(error, DigestMismatch | NotFound):
-                self._excluded.add(wanted[file].digest())
-
-        await self._fetcher.fetch(list(wanted), failed)
-        for here, source in wanted.items():
-            self._local[source.digest()] = here.path.parent, source.version.number
-        return {source.digest(): self._local[source.digest()][0] for source in sources}
-
-    def _merge(self, range: Range, plan: Plan, directories: Mapping[str, Path]) -> tuple[Record, Path]:
-        """Blocking: the record of the merged delta, and where its files lie."""
-        a, b = range
-        path = self._work / f"span-{a}-{b}"
-        self._files.remove_tree(path)
-        deltas, where = list(plan.deltas), dict(directories)
-        if self._widths is not None:
-            deltas, where = in_encoding("sparse", plan.deltas, directories, self._files, self._widths)
-        merged = merge_deltas(
-            deltas, lambda delta: where[delta.digest()], path, self._files, number=b, base_number=a
-        )
-        encoding = deltas[0].representation.encoding
-        listed = []
-        for name in merged.files:
-            size = self._files.size(path / name)
-            listed.append(PayloadFile(name, size, file_digest(self._files, path / name, size)))
-        assert plan.base is not None
-        changed = {} if encoding == "sparse" else dict(merged.changed)
-        how = Representation("delta", tuple(listed), plan.base, encoding, changed)
-        return Record(self._run, b, plan.target.state, how, a), path
 
     # --------------------------------------------------------------------------------------- what goes
 
@@ -327,32 +267,8 @@ class Compactor:
             self._say(f"deleted {stem}: newer aggregates have replaced it")
         return deleted
 
-    async def _forget(self, view: _View) -> None:
-        """Remove files here that no later span is made of."""
-        newest = f"span-{self.root}-{view.low}"
-        for digest, (path, number) in list(self._local.items()):
-            made_here = path.name.startswith("span-")
-            if not made_here or (number <= view.low and path.name != newest):
-                del self._local[digest]
-                await self._run_blocking(self._files.remove_tree, path)
-
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retrying(call, self._policy, self._rng)
-
-
-class _Mixed(NoPlan):
-    """Deltas of two encodings: the last of the older one leads to version ``at``."""
-
-    def __init__(self, at: PolicyVersion) -> None:
-        super().__init__(f"the encoding of deltas changes after {at}, and only --base tells their widths")
-        self.at = at.number
-
-
-def _check_one_encoding(plan: Plan) -> None:
-    newest = plan.deltas[-1].representation.encoding
-    others = [delta.version for delta in plan.deltas if delta.representation.encoding != newest]
-    if others:
-        raise _Mixed(others[-1])
 
 
 def _told(made: Made) -> str:

@@ -40,7 +40,7 @@ def test_a_killed_command_left_its_scratch_directory_for_good(shell: Shell, comm
         "rollback": ("stitch_core.publisher:Publisher.publish", (*run, "--to", 1)),
         "diff": ("stitch_core.cli.diff:_compare", ("r/1", "r/2", "--store", shell.store)),
         "anchor": ("stitch_core.anchors:Anchors.anchor", (*run, "--base", shell.base)),
-        "compact": ("stitch_core.compactor:Compactor._merge", run),
+        "compact": ("stitch_core.span_maker:SpanMaker._merge", run),
     }[command]  # fmt: skip
     words = [sys.executable, "-c", DIES, here, dies_at, command, *arguments]
     environment = {**os.environ, "TMPDIR": str(here), "PYTHONPATH": ":".join(sys.path)}

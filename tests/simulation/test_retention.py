@@ -11,6 +11,7 @@ from stitch_core import compactor, hints, retention
 from stitch_core.compactor import Compactor
 from stitch_core.manifest import Manifest, floor_number
 from stitch_core.retention import Collector, Protected
+from stitch_core.span_maker import SpanMaker
 from stitch_core.testing.simulation import run_seed
 
 CHUNK = 25
@@ -139,13 +140,13 @@ def keeps_one_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def merges_the_wrong_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Compactor._merge
+    real = SpanMaker._merge
 
-    def broken(self: Compactor, *arguments: Any) -> Any:
+    def broken(self: SpanMaker, *arguments: Any) -> Any:
         record, path = real(self, *arguments)
         return replace(record, number=record.number + 1), path
 
-    monkeypatch.setattr(Compactor, "_merge", broken)
+    monkeypatch.setattr(SpanMaker, "_merge", broken)
 
 
 ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "durable: every byte is there"}
