@@ -10,7 +10,7 @@ import pytest
 from stitch_core.cli.main import main
 from stitch_recipes import catalogue
 from stitch_recipes.check import problems
-from stitch_recipes.check.memory import needed
+from stitch_recipes.footprint import memory_gib, needed
 from stitch_recipes.schema import Recipe
 
 
@@ -54,7 +54,14 @@ AIR, FLASH, GLM, NVFP4, K3, QWEN = (
         (AIR, "engine/flags/speculative-algorithm", "EAGLE", "engine.flags: the plugin refuses"),
         (AIR, "engine/flags/tp-size", 8, "engine.flags.tp-size: it follows from"),
         (AIR, "engine/release", "0.4.0", "engine.release: no flags of sglang 0.4.0 are known"),
-        (AIR, "engine/memory_limit_gib", 100, "engine.memory_request_gib: 512, above its limit"),
+        (AIR, "engine/memory_limit_gib", 100, "engine.memory_request_gib: 320, above its limit"),
+        (
+            K3,
+            "engine/memory_request_gib",
+            1024,
+            "engine.memory_request_gib: 1024, but one replica takes 1,738",
+        ),
+        (AIR, "engine/memory_request_gib", 512, "engine.memory_request_gib: 512, but one replica takes 262"),
         (K3, "engine/disk_gib", 512, "engine.disk_gib: 512 GiB, but canonical"),
         (K3, "engine/gpus", 4, "engine.gpus: 4, but the image's size is known for 8 ranks"),
         (AIR, "trainer/revision", "main", "trainer.revision: no flags of miles main are known"),
@@ -124,7 +131,9 @@ def test_a_misspelt_flag_is_told_with_its_nearest() -> None:
 def test_a_host_that_cannot_hold_checkpoint_and_images_is_told_both_numbers() -> None:
     tree = catalogue.load(K3).model_dump()
     tree["engine"] |= {"canonical_on": "memory", "memory_limit_gib": 2048}
-    (problem,) = problems(Recipe.model_validate(tree))
+    problem, request = problems(Recipe.model_validate(tree))
+    assert request.startswith("engine.memory_request_gib: 1792, but one replica takes 3,221 GiB")
+    assert "its host would have no room for what it certainly uses" in request
     assert problem.startswith(
         "engine.memory_limit_gib: 2048 GiB, but canonical checkpoint and images take 3,029"
     )
@@ -136,6 +145,16 @@ def test_kimi_k3_needs_the_memory_that_was_published() -> None:
     assert memory == pytest.approx(3.22e12, rel=0.02)
     assert disk == 0.0
     assert needed(catalogue.load(K3)) == (8 * 207.5e9, pytest.approx(1560.860324864e9 * 1.02))
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_a_replica_asks_for_what_it_uses_and_leaves_no_gpu_without_memory(name: str) -> None:
+    """K3 asked for 1,024 GiB of the 1,546 that its images take; a Flash for 512 of a host's for each GPU."""
+    recipe = catalogue.load(name)
+    used, asked = memory_gib(recipe), recipe.engine.memory_request_gib
+    assert used <= asked <= used * 1.25 + 32
+    one_gpu = asked / recipe.engine.gpus
+    assert one_gpu < 512  # of hosts of 8 B300, which have 4 TiB; the others' need far less
 
 
 def test_the_command_tells_each_recipe_and_fails_for_a_file_that_is_wrong(

@@ -147,9 +147,17 @@ class Engine(Part):
     canonical_on: Literal["memory", "nvme"] = Field("memory", description="where the host checkpoint lies")
     images: Literal[1, 2] = Field(1, description="images of a rank that memory is asked for")
     kv_mode: Literal["in_place", "retract"] = "in_place"
-    memory_request_gib: Annotated[int, Field(ge=1)]
-    memory_limit_gib: Annotated[int, Field(ge=1)]
-    disk_gib: Annotated[int, Field(ge=1)]
+    memory_request_gib: Annotated[int, Field(ge=1)] = Field(
+        description="what one replica certainly uses: canonical checkpoint and images, as far as they lie in "
+        "memory, and the engine's own (footprint.py). With less it is evicted where a host is full; with more "
+        "GPUs of a host stay without a replica, for memory that nobody uses"
+    )
+    memory_limit_gib: Annotated[int, Field(ge=1)] = Field(
+        description="with room for a second image of each rank, loads and requests' own data"
+    )
+    disk_gib: Annotated[int, Field(ge=1)] = Field(
+        description="a limit; requested is what the canonical checkpoint takes of it, if it lies there"
+    )
 
 
 class Fleet(Part):

@@ -110,6 +110,9 @@ def test_replicas_are_as_the_recipe_says(recipe: Recipe) -> None:
     assert replica["resources"]["requests"]["memory"] == f"{engine.memory_request_gib}Gi"
     assert replica["resources"]["limits"]["memory"] == f"{engine.memory_limit_gib}Gi"
     assert replica["resources"]["limits"]["ephemeral-storage"] == f"{engine.disk_gib}Gi"
+    disk = int(replica["resources"]["requests"]["ephemeral-storage"].removesuffix("Gi"))
+    assert (disk > 1000) == (engine.canonical_on == "nvme")
+    assert disk == 32 or engine.canonical_on == "nvme"
     assert replica["readinessProbe"]["httpGet"] == {"path": "/ready", "port": processes.REPLICA_PORT}
     assert replica["livenessProbe"]["httpGet"]["path"] == "/health"
     environment = {each["name"]: each.get("value") for each in replica["env"]}

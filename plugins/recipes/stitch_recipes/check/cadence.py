@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .. import footprint
 from ..schema import Recipe
-from . import memory
 
 CHAIN = 1.0
 """A chain of deltas that is longer than this part of the model costs a joiner more than the model."""
@@ -45,7 +45,7 @@ def _anchors(recipe: Recipe, every: int) -> Iterator[str]:
             f"versions.anchor_every: {every} deltas of {changed:.2%} are longer than the model and nothing "
             "merges them: set compact, or anchor more often"
         )
-    size = memory.size(recipe) if recipe.serve in recipe.checkpoints else 0.0
+    size = footprint.size(recipe) if recipe.serve in recipe.checkpoints else 0.0
     if (
         versions.step_seconds is not None
         and size / FETCH > every * versions.publish_every * versions.step_seconds

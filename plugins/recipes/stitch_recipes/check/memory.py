@@ -1,47 +1,15 @@
-"""Memory and disk of a replica against what its destination needs (SGLANG_FORK.md, Memory)."""
+"""Memory and disk of a replica against what it takes, and requests against what it certainly takes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
-from ..layout.formats import totals
-from ..layout.geometry import Geometry
-from ..schema import Checkpoint, Recipe
-
-JOURNAL = 0.02
-"""The host checkpoint's redo journal, as a part of the model: SGLANG_FORK.md."""
-
-GIB = 2**30
-
-
-def size(recipe: Recipe) -> float:
-    """Bytes of the served checkpoint: as published, else as the layout gives them."""
-    served = recipe.served
-    if served.canonical_gb is not None:
-        return served.canonical_gb * 1e9
-    return float(_bytes(recipe.model.geometry.model_dump_json(), served.model_dump_json()))
-
-
-@functools.lru_cache(maxsize=64)
-def _bytes(geometry: str, checkpoint: str) -> int:
-    """By the layout of tens of thousands of tensors, which several rules ask for."""
-    return totals(Geometry.model_validate_json(geometry), Checkpoint.model_validate_json(checkpoint))[1]
-
-
-def needed(recipe: Recipe) -> tuple[float, float]:
-    """Bytes of memory and of disk beside the engine's own; unknown images count as the checkpoint."""
-    served, engine = recipe.served, recipe.engine
-    canonical = size(recipe)
-    ranks = engine.gpus
-    images = served.image_gb * 1e9 * ranks if served.image_gb is not None else canonical
-    memory = 0.0 if engine.destination == "disk" else images * engine.images
-    kept = canonical * (1 + JOURNAL)
-    return (memory + kept, 0.0) if engine.canonical_on == "memory" else (memory, kept)
+from ..footprint import GIB, SLACK, SLACK_GIB, memory_gib, needed
+from ..schema import Recipe
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """Limits below what has to fit, with both numbers."""
+    """Limits below what has to fit, and requests that are not what is used, with both numbers."""
     engine = recipe.engine
     if engine.memory_request_gib > engine.memory_limit_gib:
         yield f"engine.memory_request_gib: {engine.memory_request_gib}, above its limit"
@@ -59,6 +27,18 @@ def problems(recipe: Recipe) -> Iterator[str]:
                 f"engine.{name}: {given} GiB, but canonical checkpoint and images take {wanted / GIB:,.0f} "
                 f"(destination {engine.destination}, canonical on {engine.canonical_on}): raise it"
             )
+    used = memory_gib(recipe)
+    most = int(used * SLACK) + SLACK_GIB
+    if not used <= engine.memory_request_gib <= most:
+        why = (
+            "its host would have no room for what it certainly uses"
+            if engine.memory_request_gib < used
+            else "GPUs of a host would stay without a replica"
+        )
+        yield (
+            f"engine.memory_request_gib: {engine.memory_request_gib}, but one replica takes {used:,} GiB, "
+            f"{engine.gpus} ranks of the engine with it: {why}; from {used:,} to {most:,} is fine"
+        )
     if (trainer := recipe.trainer) is not None:
         request, limit = trainer.memory_request_gib, trainer.memory_limit_gib
         if request is not None and limit is not None and request > limit:

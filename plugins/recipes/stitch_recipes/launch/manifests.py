@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import processes, training
+from ..footprint import disk_gib
 from ..processes import GATEWAY_PORT, REPLICA_PORT
 from ..schema import Engine, Recipe, Trainer
 from ..site import Site
@@ -95,6 +96,7 @@ def _replica(recipe: Recipe, engine: Engine, site: Site) -> Manifest:
         resources=resources(
             gpus=engine.gpus, request=engine.memory_request_gib, limit=engine.memory_limit_gib,
             disk=None if site.nvme_class else engine.disk_gib,
+            disk_used=disk_gib(recipe),
         ),
         volumeMounts=[
             mount("models", site.models, readOnly=True), mount("shm", "/dev/shm"), mount("nvme", site.nvme),

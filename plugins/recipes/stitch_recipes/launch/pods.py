@@ -18,6 +18,9 @@ SETTINGS = "/etc/stitch"
 LEAST_MEMORY = "1Gi"
 """Requested where a recipe has a limit alone: who has all of a host's GPUs has its memory as well."""
 
+LEAST_DISK_GIB = 32
+"""Requested of a limit of disk: for logs and what is compiled."""
+
 
 def labels(site: Site, component: str) -> dict[str, str]:
     return {
@@ -82,9 +85,11 @@ def gate(url: str, count: int, seconds: int, site: Site) -> Manifest:
 
 def resources(
     *, gpus: int = 0, cpu: str | None = None, request: int | None = None, limit: int | None = None,
-    disk: int | None = None, devices: Mapping[str, str] | None = None,
+    disk: int | None = None, disk_used: int = 0, devices: Mapping[str, str] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Of a container; memory and disk in GiB. GPUs, other devices and disk are limits as well."""
+    """Of a container; memory and disk in GiB. GPUs and other devices are limits as well; ``disk`` is a limit,
+    of which no more is requested than ``disk_used``: hosts have not that much for each of their GPUs.
+    """
     requests: Manifest = dict(devices or {})
     limits: Manifest = dict(devices or {})
     if cpu:
@@ -97,7 +102,8 @@ def resources(
     if limit:
         limits["memory"] = f"{limit}Gi"
     if disk:
-        requests["ephemeral-storage"] = limits["ephemeral-storage"] = f"{disk}Gi"
+        requests["ephemeral-storage"] = f"{min(disk, disk_used + LEAST_DISK_GIB)}Gi"
+        limits["ephemeral-storage"] = f"{disk}Gi"
     if gpus:
         requests["nvidia.com/gpu"] = limits["nvidia.com/gpu"] = gpus
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
