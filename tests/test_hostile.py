@@ -35,6 +35,7 @@ from stitch_core.testing.process import SimulatedProcess
 from stitch_core.testing.runs import RunBuilder
 from stitch_core.testing.sim_files import SimulatedMachine
 from tests.anchored_run import upload_span
+from tests.delta.frames import decompress
 from tests.replica.following import Following
 
 FILES = PosixFiles()
@@ -198,7 +199,7 @@ FINE = ("right", "without size", "with checksum")
 @pytest.mark.parametrize("name", frames())
 def test_a_large_frame_is_read_from_its_file_as_strictly_as_from_memory(name: str) -> None:
     frame, size = frames()[name], 3 << 20
-    right = wire.decompress(frames()["right"], size)
+    right = decompress(frames()["right"], size)
     found, errors = [], []
     tracemalloc.start()
     try:

@@ -218,18 +218,36 @@ def write_index(
     number: int,
     base_number: int,
     encoding: str = "xor",
-    sparse_files: Sequence[str] = (),
 ) -> None:
-    """Write the index, durable; every shard is there already."""
+    """Write the index of shards of frames, durable; every shard is there already."""
+    _write_index(path, files, weight_map, number, base_number, encoding, {})
+
+
+def write_sparse_index(
+    path: Path, files: Files, names: Sequence[str], *, number: int, base_number: int
+) -> None:
+    """Write the index of sparse files, durable; their bytes are already, their names may not be."""
+    files.sync(path)
+    _write_index(path, files, {}, number, base_number, "sparse", {"sparse_files": sorted(names)})
+
+
+def _write_index(
+    path: Path,
+    files: Files,
+    weight_map: Mapping[str, str],
+    number: int,
+    base_number: int,
+    encoding: str,
+    more: Mapping[str, list[str]],
+) -> None:
     metadata: dict[str, str | list[str]] = {
         "version": f"{number:06d}",
         "base_version": f"{base_number:06d}",
         "delta_encoding": encoding,
         "compression_format": "zstd",
         "checksum_format": "xxh3-128",
+        **more,
     }
-    if encoding == "sparse":
-        metadata["sparse_files"] = sorted(sparse_files)
     index = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)})
     write_atomic(files, path / INDEX_NAME, index.encode())
     files.sync(path.parent)

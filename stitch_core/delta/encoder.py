@@ -17,7 +17,7 @@ from ..safetensors import ByteArray, Tensor, as_bytes, tensor_nbytes
 from ..state import ITEM_BITS, TensorInfo, layout_difference, state_digest, tensor_digest
 from ..stores.probe import NO_LINKS
 from . import wire, xor
-from .directory import prepare_directory, write_delta, write_index
+from .directory import prepare_directory, write_delta, write_sparse_index
 from .sparse_apply import apply_sparse
 from .sparse_encode import Source, SparseStats, encode_sparse
 from .sparse_file import SparseFile
@@ -151,11 +151,7 @@ class DeltaEncoder:
             prepare_directory(directory, files)
 
             def finish(names: Sequence[str]) -> None:
-                files.sync(directory)
-                write_index(
-                    directory, files, {}, number=number, base_number=base_number, encoding="sparse",
-                    sparse_files=names,
-                )  # fmt: skip
+                write_sparse_index(directory, files, names, number=number, base_number=base_number)
 
             encoded = self._write_sparse(sources, directory, files, "model", finish, progress)
             return replace(encoded, files=(*encoded.files, INDEX_NAME))

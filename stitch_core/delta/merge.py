@@ -19,7 +19,14 @@ from ..lineage import Source, Undo
 from ..ports import Files
 from ..safetensors import as_bytes
 from ..state import TensorTable
-from .directory import STREAM_SHARD_BYTES, DeltaDirectory, prepare_directory, write_index, write_stream
+from .directory import (
+    STREAM_SHARD_BYTES,
+    DeltaDirectory,
+    prepare_directory,
+    write_index,
+    write_sparse_index,
+    write_stream,
+)
 from .fold import RepresentationInvalid, open_delta
 from .one_pass import apply_in_place
 from .sparse_file import SparseFile
@@ -112,10 +119,7 @@ def _merge_sparse_deltas(
     prepare_directory(path, files)
     written, changed = merge_sparse(given, lambda i: path / f"model-{i:05d}{SPARSE_SUFFIX}", files)
     names = [p.name for p in written]
-    files.sync(path)
-    write_index(
-        path, files, {}, number=number, base_number=base_number, encoding="sparse", sparse_files=names
-    )
+    write_sparse_index(path, files, names, number=number, base_number=base_number)
     return MergedDelta({name: (row.old, row.new) for name, row in changed.items()}, (*names, INDEX_NAME))
 
 

@@ -15,7 +15,14 @@ from ..manifest import Representation
 from ..ports import Files
 from ..safetensors import ByteArray
 from ..versions import PolicyVersion
-from .directory import STREAM_SHARD_BYTES, DeltaDirectory, prepare_directory, write_index, write_stream
+from .directory import (
+    STREAM_SHARD_BYTES,
+    DeltaDirectory,
+    prepare_directory,
+    write_index,
+    write_sparse_index,
+    write_stream,
+)
 from .fold import open_delta
 from .scan import scan
 from .sparse_block import encode_block
@@ -123,10 +130,7 @@ def xor_to_sparse(
             positions, values = scan(zeros[: end - start], stream.take(end - start), width)
             writer.add_block(Block(encode_block(positions, values), end - start, width, positions.size))
         writer.finish(part)
-    files.sync(path)
-    write_index(
-        path, files, {}, number=number, base_number=base_number, encoding="sparse", sparse_files=names
-    )
+    write_sparse_index(path, files, names, number=number, base_number=base_number)
     return (*names, INDEX_NAME)
 
 

@@ -39,15 +39,6 @@ def compress(data: Buffer) -> bytes:
     return frame
 
 
-def decompress(frame: Buffer, size: int) -> ByteArray:
-    """The ``size`` bytes in a frame; DeltaError if it holds fewer or more."""
-    out = np.empty(size, np.uint8)
-    reader = FrameReader(frame)
-    reader.read_into(out)
-    reader.finish()
-    return out
-
-
 class FrameReader:
     """Reads a payload that must be exactly one frame, no more bytes than are asked for. DeltaError."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..checkpoint import Checkpoint
-from ..delta.directory import write_index, write_shards
+from ..delta.directory import write_index, write_shards, write_sparse_index
 from ..delta.encoder import DeltaEncoder
 from ..delta.wire import DeltaError
 from ..pipeline import Pipeline
@@ -223,10 +223,11 @@ class OwnDelta:
         return written, dict(encoder.table)
 
     def _index(self, directory: Path, weight_map: Mapping[str, str], number: int, base: int) -> None:
-        if self._group.rank == 0:
-            encoding = self._publisher.settings.encoding
-            sparse = encoding == "sparse"
-            write_index(
-                directory, self._files, {} if sparse else weight_map, number=number, base_number=base,
-                encoding=encoding, sparse_files=sorted(weight_map.values()) if sparse else (),
-            )  # fmt: skip
+        if self._group.rank != 0:
+            return
+        encoding, files = self._publisher.settings.encoding, self._files
+        if encoding == "sparse":
+            names = list(weight_map.values())
+            write_sparse_index(directory, files, names, number=number, base_number=base)
+        else:
+            write_index(directory, files, weight_map, number=number, base_number=base, encoding=encoding)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.delta.directory import prepare_directory, write_index, write_shards
+from stitch_core.delta.directory import prepare_directory, write_index, write_shards, write_sparse_index
 from stitch_core.delta.encoder import DeltaEncoder, EncodedDelta
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
@@ -77,10 +77,13 @@ def stream_delta(
     for group in in_order(calls, workers or default_workers()):
         whole.add(group)
     names = [name for one in whole.done for name in one.files]
-    write_index(
-        directory, files, whole.weight_map, number=base_number + 1, base_number=base_number,
-        encoding=encoding, sparse_files=names if encoding == "sparse" else (),
-    )  # fmt: skip
+    number = base_number + 1
+    if encoding == "sparse":
+        write_sparse_index(directory, files, names, number=number, base_number=base_number)
+    else:
+        write_index(
+            directory, files, whole.weight_map, number=number, base_number=base_number, encoding=encoding
+        )
     return _streamed(whole, directory, (*names, INDEX_NAME), encoding)
 
 
