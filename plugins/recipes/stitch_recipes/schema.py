@@ -6,6 +6,7 @@ and ``unknown`` says why. Where a number comes from is a comment beside it in th
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -148,9 +149,9 @@ class Engine(Part):
     images: Literal[1, 2] = Field(1, description="images of a rank that memory is asked for")
     kv_mode: Literal["in_place", "retract"] = "in_place"
     memory_request_gib: Annotated[int, Field(ge=1)] = Field(
-        description="what one replica certainly uses: canonical checkpoint and images, as far as they lie in "
-        "memory, and the engine's own (footprint.py). With less it is evicted where a host is full; with more "
-        "GPUs of a host stay without a replica, for memory that nobody uses"
+        description="what one replica certainly uses: canonical checkpoint and images, as far as they lie "
+        "in memory, and the engine's own (footprint.py). With less it is evicted where a host is full; with "
+        "more GPUs of a host stay without a replica, for memory that nobody uses"
     )
     memory_limit_gib: Annotated[int, Field(ge=1)] = Field(
         description="with room for a second image of each rank, loads and requests' own data"
@@ -179,6 +180,11 @@ class Versions(Part):
     lag: Annotated[int, Field(ge=0)] = 1
     max_staleness: Annotated[int, Field(ge=1)] | None = None
     save_every: Annotated[int, Field(ge=1)] | None = Field(None, description="rollouts between checkpoints")
+    keep_saves: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="checkpoints of the trainer that stay, the newest ones; two at least, since the newest "
+        "may be torn; None: as many as reach back to the oldest version that a rollback can go to",
+    )
     anchor_every: Annotated[int, Field(ge=1)] | None = None
     compact: bool = True
     prove: bool = False
@@ -186,6 +192,15 @@ class Versions(Part):
     step_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None, description="published seconds of a training step, for what depends on it"
     )
+
+    @property
+    def kept_saves(self) -> int:
+        """See ``keep_saves``: the collector keeps two anchors, a trainer resumes from a save before them."""
+        if self.keep_saves is not None:
+            return self.keep_saves
+        if self.save_every is None or self.anchor_every is None:
+            return 2
+        return math.ceil(2 * self.anchor_every * self.publish_every / self.save_every) + 1
 
 
 class Recipe(Part):

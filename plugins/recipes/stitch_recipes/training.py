@@ -5,6 +5,7 @@ Which flags Stitch needs is docs/trainers.md; both frameworks are run from where
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shlex
 
@@ -98,6 +99,17 @@ def trainer(recipe: Recipe, site: Site, gateway: str, configuration: str) -> Pro
     return Process(("bash", "-c", script, "trainer", *words), environment(recipe, site))
 
 
+def tidied(recipe: Recipe, site: Site, process: Process) -> Process:
+    """The training loop, and beside it what removes old checkpoints: where all nodes see the same files."""
+    words = ("python3", "-m", "stitch_recipes.launch.saves", saves(site), str(recipe.versions.kept_saves))
+    return dataclasses.replace(process, argv=(*words, *process.argv))
+
+
+def saves(site: Site) -> str:
+    """Where the run's trainer saves its checkpoints."""
+    return f"{site.saves}/{site.run}"
+
+
 def environment(recipe: Recipe, site: Site) -> dict[str, str]:
     """Of the trainer's processes. Raises RecipeError for variables that the site has to give."""
     chosen = recipe.trainer
@@ -117,15 +129,14 @@ def _paths(chosen: Trainer) -> dict[str, str]:
 def placement(recipe: Recipe, chosen: Trainer, site: Site) -> Flags:
     """Where the trainer's ranks and files are."""
     bridge = _bridge(chosen)
-    saves = f"{site.saves}/{site.run}"
     return {
         "actor-num-nodes": chosen.nodes,
         "actor-num-gpus-per-node": chosen.gpus_per_node,
         **({"num-gpus-per-node": chosen.gpus_per_node} if chosen.framework == "miles" else {}),
         "hf-checkpoint": directory(recipe, site, recipe.serve),
         "ref-load": directory(recipe, site, chosen.checkpoint) + ("" if bridge else CONVERTED),
-        "load": saves,
-        "save": saves,
+        "load": saves(site),
+        "save": saves(site),
         **({"save-interval": every} if (every := recipe.versions.save_every) else {}),
         **({"update-weights-interval": every} if (every := recipe.versions.publish_every) != 1 else {}),
     }

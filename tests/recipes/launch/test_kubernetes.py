@@ -194,7 +194,7 @@ def test_values_of_flags_survive_yaml_kubernetes_and_the_shell(name: str) -> Non
     assert served.environment.items() <= given.items()
     data = one(documents, "ConfigMap", "math-train")["data"]
     trainer = training.trainer(recipe, site, "math-gateway", SETTINGS)
-    assert executed(data["train.sh"]) == list(trainer.argv)
+    assert executed(data["train.sh"]) == list(training.tidied(recipe, site, trainer).argv)
     for file, content in training.configuration_files(recipe, site).items():
         assert yaml.safe_load(data[file]) == content
 

@@ -165,6 +165,10 @@ def test_housekeeping_comes_by_the_clock(tmp_path: Path, loaded: list[str]) -> N
     app = app_of(catalogue.load("glm-4.5-air/fp8"), tmp_path, loaded)
     assert app.compact.info().schedule == "Period(seconds=3600.0)"
     assert app.collect.info().schedule == "Period(seconds=86400.0)"
+    assert (app.tidy.info().schedule, volumes(app.tidy.info())) == (
+        "Period(seconds=3600.0)",
+        {"/saves": "saves"},
+    )
     assert app.compact.info().timeout > 3600
 
 
@@ -172,6 +176,7 @@ def test_a_recipe_that_only_serves_has_no_trainer(tmp_path: Path, loaded: list[s
     app = app_of(catalogue.load("kimi-k3/mxfp4-serve"), tmp_path, loaded)
     assert not hasattr(app, "train")
     assert not hasattr(app, "convert")
+    assert not hasattr(app, "tidy")
     # A plain Python image has no program that downloads.
     assert app.run.preparing_image()[0] == "lmsysorg/sglang:v0.5.23"
     assert volumes(app.download.info()) == {"/models": "models"}

@@ -61,7 +61,7 @@ def test_values_of_flags_survive_the_shell(name: str, tmp_path: Path) -> None:
     replica = processes.replica(recipe, site, processes.directory(recipe, site, recipe.serve))
     trainer = training.trainer(recipe, site, "train-0", f"{site.directory}/{site.run}")
     assert array("replica", tmp_path) == list(replica.argv)
-    assert array("trainer", tmp_path) == list(trainer.argv)
+    assert array("trainer", tmp_path) == list(training.tidied(recipe, site, trainer).argv)
     assert set(HARD.values()) <= set(array("replica", tmp_path))
     environment = dict(each.split("=", 1) for each in array("replica_environment", tmp_path))
     assert replica.environment.items() <= environment.items()

@@ -239,6 +239,7 @@ def housekeeping(recipe: Recipe, site: Site) -> list[Manifest]:
 def settings(recipe: Recipe, site: Site) -> list[Manifest]:
     """The trainer's settings, and its command as a script: Ray would quote it in its own way."""
     process = training.trainer(recipe, site, f"{site.name}-gateway", SETTINGS)
+    process = training.tidied(recipe, site, process)
     data = {name: dumped(content) for name, content in training.configuration_files(recipe, site).items()}
     data["train.sh"] = f"exec {processes.lines(process.argv)}\n"
     return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(site, "train"), "data": data}]

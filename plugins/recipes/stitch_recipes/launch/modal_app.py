@@ -122,7 +122,7 @@ class Deployment:
             "ephemeral_disk": _disk(trainer.disk_gib),
             "volumes": {
                 **self.prepared,
-                self.site.saves: _volume(self.site.saves_claim),
+                self.site.saves: self.saved,
                 **self._store,
             },
             "cloud": self.site.cloud,
@@ -166,6 +166,10 @@ class Deployment:
             "volumes": volumes,
             "timeout": READY_SECONDS + HOUR,
         }
+
+    def saves(self) -> Arguments:
+        """Of ``app.function``: what removes old checkpoints, of which each trainer node has a part."""
+        return {**self._service(), "volumes": {self.site.saves: self.saved}, "timeout": HOUR}
 
     def ready(self) -> Arguments:
         """Of ``app.function``: the gate before training, which asks a gateway of its own."""
@@ -226,6 +230,11 @@ class Deployment:
     def models(self) -> modal.Volume:
         """Apart from the store's: engines keep files of it open, which would bar a reload."""
         return _volume(self.site.models_claim)
+
+    @property
+    def saved(self) -> modal.Volume:
+        """Of the trainer's checkpoints."""
+        return _volume(self.site.saves_claim)
 
     @property
     def prepared(self) -> dict[str, modal.Volume]:

@@ -18,6 +18,7 @@ from ..processes import GATEWAY_PORT, REPLICA_PORT, Process
 from . import ready, whole
 from .common import RAY_PORT, READY_SECONDS, alone, dumped, needed, together
 from .modal_app import RUN_FILE, Deployment
+from .saves import prune
 
 # Modal lets requests end first, and then gives 30 s.
 DRAIN_AFTER_GRACE = 20
@@ -96,6 +97,16 @@ def wait_for_replicas(deployment: Deployment) -> None:
             raise TimeoutError("replicas are not ready: `modal app logs` says what each does")
     finally:
         stop(gateway)
+
+
+def tidy(deployment: Deployment) -> None:
+    """Remove checkpoints of the trainer that nothing needs any more."""
+    volume = deployment.saved
+    volume.reload()
+    place = Path(training.saves(deployment.site))
+    if removed := prune(place, deployment.recipe.versions.kept_saves):
+        volume.commit()
+        print(f"removed of {place}: {', '.join(removed)}", flush=True)
 
 
 def profile(deployment: Deployment, *options: str) -> str:

@@ -115,7 +115,9 @@ def _settings(recipe: Recipe, site: Site) -> str:
     }
     text += _assignments(places) + "\n" + _assignments(commands)
     if trainer is not None:
-        process = training.trainer(recipe, site, gateway.rpartition("@")[2], _there(site))
+        process = training.tidied(
+            recipe, site, training.trainer(recipe, site, gateway.rpartition("@")[2], _there(site))
+        )
         training_values: dict[str, Setting] = {
             "ray_port": RAY_PORT,
             "trainer_gpus": trainer.gpus_per_node,
