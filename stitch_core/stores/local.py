@@ -405,8 +405,9 @@ def _tag(data: bytes) -> str:
 def open_url(url: str) -> LocalStore:
     """``file:/dir`` or ``file:///dir``; ``file:dir`` is relative to the working directory. Raises BadUrl."""
     parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+    path = unquote(parts.path, errors="surrogateescape")
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not path or "\0" in path:
         raise BadUrl(
             f"{url!r} names no directory of this machine: write file:/path, with ? and # as %3F and %23"
         )
-    return LocalStore(Path(unquote(parts.path, errors="surrogateescape")))
+    return LocalStore(Path(path))

@@ -224,6 +224,24 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "set", *at, "a~b", "--lag", "0")[0] == 2
 
 
+def test_an_empty_run_of_a_consumer_made_all_of_them_unreadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--run "$RUN"``, with a variable that is not set."""
+    at = ("--store", f"file:{tmp_path}")
+    assert run(capsys, "set", *at, "eval", "--lag", "1")[0] == 0
+    assert run(capsys, "set", *at, "train", "--lag", "2", "--run", "")[0] == 2
+    assert [row["consumer"] for row in run(capsys, "list", *at, "--json")[1]] == ["eval"]
+
+
+async def test_what_could_not_be_read_again_is_not_written() -> None:
+    store = MemoryStore()
+    for rule in (Rule(), Rule(exact=1, lag=1), Rule(exact=10**18), Rule(lag=1, run="")):
+        with pytest.raises(FormatError):
+            await change(store, "eval", rule, rng=random.Random(0), nonce=lambda: "n")
+    assert store.state.objects == {}
+
+
 @pytest.mark.parametrize("words", [[], ["--exact", "1", "--lag", "1"], ["--exact", "-1"], ["--lag", "x"]])
 def test_command_usage(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):

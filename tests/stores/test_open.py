@@ -48,6 +48,7 @@ async def test_memory_stores_share_by_name() -> None:
         ("file://data/store", "write file:/path"),
         ("file:", "write file:/path"),
         ("file:/data?x=1", r"\? and # as %3F"),
+        ("file:/data%00", "write file:/path"),
         ("/data/store", "written file:/path"),
         ("", "not a store URL"),
         ("ftp://host/dir", r"there is no store 'ftp' here \(known: .*file, memory"),

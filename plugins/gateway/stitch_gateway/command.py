@@ -115,10 +115,13 @@ async def run(options: argparse.Namespace) -> int:
 
     options.tokens = tokens_of(options)
     options.replica_token = outgoing(options.replica_token_file)
-    if options.run_id:
+    if options.run_id is not None:
         check_run_id(options.run_id)
+    for option in ("store", "pool"):
+        if getattr(options, option) == "":
+            raise UsageError(f"--{option} is empty")
     request_scope("run", options.consumer)
-    if not options.run_id and (options.facade or options.lag is not None):
+    if options.run_id is None and (options.facade or options.lag is not None):
         raise UsageError("--facade and --lag are of one run: name it with --run")
     if options.engine and not options.facade:
         raise UsageError("--engine describes the engine of a facade: add --facade")

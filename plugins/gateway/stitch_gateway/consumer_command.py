@@ -58,7 +58,8 @@ def add_parser(commands: Commands) -> None:
 
 async def run_set(options: argparse.Namespace) -> int:
     name = check_name("the consumer", options.name)
-    rule = Rule(options.exact, options.lag, options.run_id and check_run_id(options.run_id))
+    of = None if options.run_id is None else check_run_id(options.run_id)
+    rule = Rule(options.exact, options.lag, of)
     async with opened_store(options.store) as store:
         before = await change(
             store, name, rule, rng=random.Random(), nonce=lambda: secrets.token_hex(8)

@@ -100,6 +100,8 @@ async def change(
     that led back to the same bytes. Changes of other consumers at the same time are kept.
     Raises ConsumerRefused, FormatError, Unavailable.
     """
+    if rule is not None:
+        _rule(name, asdict(rule), KEY)  # what cannot be read again would take all consumers along
 
     async def once() -> Rule | None:
         rules, tag = await _load(store)
