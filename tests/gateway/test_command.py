@@ -29,7 +29,7 @@ from stitch_core.stores import open_store
         (["--replica", "http://a:1", "--consumer", "a~b"], "consumer"),
         (["--replica", "http://a:1", "--run", ""], "run id '' is not valid"),
         (["--replica", "http://a:1", "--store", ""], "--store is empty"),
-        (["--replica", "http://a:1", "--pool", ""], "--pool is empty"),
+        (["--pool", ""], "--pool is empty"),
     ],
 )
 def test_usage(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

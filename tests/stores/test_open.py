@@ -79,7 +79,7 @@ def test_an_extra_that_is_not_installed_is_named(
     with pytest.raises(BadUrl, match=rf"no store '{scheme}' here .* it comes with 'stitch-rl\[{scheme}\]'"):
         open_store(f"{scheme}://bucket/prefix")
     registered.append(EntryPoint(scheme, "module_that_nobody_has:open_url", "stitch.stores"))
-    with pytest.raises(BadUrl, match=rf"needs module_that_nobody_has: install 'stitch-rl\[{scheme}\]'"):
+    with pytest.raises(BadUrl, match=rf"needs module_that_nobody_has: pip install 'stitch-rl\[{scheme}\]'"):
         open_store(f"{scheme}://bucket/prefix")
 
 
