@@ -2,7 +2,8 @@
 
 Needs the environment of `make venv-sglang`. The server is a receiver; each version is a delta in which every
 tensor changes, so that every activation copies the whole model, whichever way. Rounds are interleaved: staged
-into images under traffic, loaded from disk under traffic, staged into images with nothing else to do.
+into images under traffic, loaded from files in memory under traffic, staged into images with nothing else to
+do. A stock server then loads a copy of the model from a disk.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import mmap
+import os
 import shutil
 import statistics
 import subprocess
@@ -259,6 +261,7 @@ async def measure(options: argparse.Namespace, python: Path, root: Path) -> list
         "receive": "bench", "roots": str(root), "host_dir": str(root / "host"), "destination": "cpu",
     }  # fmt: skip
     rounds: list[Round] = []
+    cold: list[float] = []
     async with sglang(python, versions.boot, root, **settings) as server:
         bench = Bench(server, versions, idle=2.0 if options.quick else 10.0)
         await bench.until_tested()
@@ -274,24 +277,63 @@ async def measure(options: argparse.Namespace, python: Path, root: Path) -> list
         what = "another server that booted from that version"
         async with sglang(python, versions.boot, root) as server:
             again = equals_reference(await outputs(server, bench.compared, TOKENS), fresh)
+            cold = await cold_updates(server, versions.boot, options.disk, options.rounds)
         if not again.ok:
             equal = again
-    return list(rows(rounds[1:], equal.ok, what, nbytes))
+    return list(rows(rounds[1:], cold, equal.ok, what, nbytes))
 
 
-def rows(rounds: list[Round], equal: bool, what: str, nbytes: int) -> Iterator[Row]:
-    """The targets; the first round has warmed everything up and is not among them."""
+async def cold_updates(server: HttpServer, model: Path, disk: Path | None, count: int) -> list[float]:
+    """Seconds of stock disk updates from a copy of ``model`` on a disk, none of it in memory; no traffic."""
+    seconds = []
+    with tempfile.TemporaryDirectory(prefix="stitch-activation-", dir=disk) as name:
+        copy = Path(name) / "model"
+        await asyncio.to_thread(shutil.copytree, model, copy)
+        for number in range(count + 1):
+            await asyncio.to_thread(forget_pages, copy)
+            began = CLOCK.monotonic()
+            status, answer = await server.ask(
+                "POST", "/update_weights_from_disk", {"model_path": str(copy), "flush_cache": False}
+            )
+            if status != 200:
+                raise SystemExit(f"activation.py: /update_weights_from_disk: {status} {answer}")
+            if number:  # the first has warmed up what is not the disk
+                seconds.append(CLOCK.monotonic() - began)
+                say(f"stock disk update of files that are not in memory: {seconds[-1]:.3f} s")
+    return seconds
+
+
+def forget_pages(directory: Path) -> None:
+    """Let the kernel's cache drop what it has of the files; a tmpfs keeps it."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rows(rounds: list[Round], cold: list[float], equal: bool, what: str, nbytes: int) -> Iterator[Row]:
+    """The targets; the first round has warmed everything up and is not among them.
+
+    ``cold``: seconds of stock updates from the disk. ``what`` was the server that A5 compares with.
+    """
     cpu = [one for one in rounds if one.destination == "cpu" and one.busy]
     disk = [one for one in rounds if one.destination == "disk"]
     alone = [one for one in rounds if one.destination == "cpu" and not one.busy]
     size = f"bf16 Qwen2 of {nbytes / 1e9:g} GB, {len(cpu)} rounds"
     pause = statistics.median(one.held for one in cpu) / statistics.median(one.held for one in disk)
-    what, excludes = f"pause, cpu / stock disk update ({size})", "staging; the wait for a step, which A3 has"
+    if cold:
+        yield at_most(
+            "A1a", f"pause, cpu / stock disk update that reads its files from the disk ({size})",
+            statistics.median(one.pause for one in alone) / statistics.median(cold), 0.2,
+            "staging; traffic",
+        )  # fmt: skip
+    said = f"pause, cpu / stock disk update of files that lie in memory ({size})"
+    excludes = "staging; the wait for a step, which A3 has"
     if nbytes >= LARGE:
-        yield at_most("A1", what, pause, 0.2, excludes)
+        yield at_most("A1b", said, pause, 0.2, excludes)
     else:
         small = "no target below half a GB, where what every pause costs is as long as the copy"
-        yield Row("A1", what, pause, excludes=f"{excludes}; {small}")
+        yield Row("A1b", said, pause, excludes=f"{excludes}; {small}")
     copied = [one for one in (*cpu, *alone) if one.memcpy]
     yield at_most(
         "A2", "copy inside the pause / memcpy of the same bytes by one thread",
@@ -326,6 +368,9 @@ def main(options: argparse.Namespace) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each kind (3)")
     parser.add_argument("--bytes", type=int, help="of the model (1e9; quick: 1e8)")
+    parser.add_argument(
+        "--disk", type=Path, help="where stock updates read a copy of the model (the system's)"
+    )
     parser.add_argument("--work", type=Path, help="scratch: six times the model (/dev/shm if it has 8 GiB)")
 
 

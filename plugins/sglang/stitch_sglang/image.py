@@ -19,7 +19,7 @@ import torch
 from stitch_core.parallel import in_order
 
 ALIGN = 64
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 20
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -144,11 +144,12 @@ class Image:
             for number in numbers:
                 live, own = self.layout.segments[number].live, self.bytes[number]
                 total += own.numel()
+                if live.device.type == "cpu":
+                    # In one piece: libc goes past the caches only where much is copied at once.
+                    moves.append((live.data_ptr(), own.data_ptr(), own.numel()))
+                    continue
                 for at in _chunks(own.numel()):
-                    if live.device.type == "cpu":
-                        moves.append((live[at].data_ptr(), own[at].data_ptr(), at.stop - at.start))
-                    else:
-                        live[at].copy_(own[at], non_blocking=self.pinned)
+                    live[at].copy_(own[at], non_blocking=self.pinned)
         # Not torch's copy: it waits for each of its threads, also for one that gets no core.
         for _ in in_order((functools.partial(ctypes.memmove, *move) for move in moves), workers):
             pass
