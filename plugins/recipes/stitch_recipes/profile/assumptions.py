@@ -24,7 +24,11 @@ class Assumptions:
     @property
     def workers(self) -> int:
         """Threads that apply: as stitch_core.replica.child.spare_workers."""
-        return max(1, min(MOST_WORKERS, self.cores // 2))
+        return self.shared(2)
+
+    def shared(self, shares: int) -> int:
+        """Threads for one of so many equal shares of the cores: as stitch_core.parallel.default_workers."""
+        return max(1, min(MOST_WORKERS, self.cores // shares))
 
 
 MEANING = {

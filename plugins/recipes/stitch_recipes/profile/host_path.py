@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from stitch_core.chain import ChainReader
+from stitch_core.checkpoint import Checkpoint
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
@@ -30,7 +31,7 @@ class HostPath:
     """One version brought to a host that holds the one before. Seconds and bytes.
 
     ``apply`` verifies, applies and hashes on ``workers`` threads, which computed ``cpu`` in sum, for fetching
-    too; ``seed`` copied version 0 here at first.
+    too; ``seed`` copied version 0 here at first. ``hash``: what one thread computes to read and hash it all.
     """
 
     fetch: float
@@ -40,6 +41,7 @@ class HostPath:
     workers: int
     cpu: float
     seed: float
+    hash: float
 
 
 @contextlib.asynccontextmanager
@@ -60,13 +62,20 @@ async def staged(
         computed = time.process_time()
         done = await stager.stage(target)
         cpu = time.process_time() - computed
+        hashing = await asyncio.to_thread(_hash, done.directory)
         canonical = sum(path.stat().st_size for path in done.directory.iterdir())
         yield (
-            HostPath(done.fetch, done.apply, done.bytes, canonical, workers, cpu, seed),
+            HostPath(done.fetch, done.apply, done.bytes, canonical, workers, cpu, seed, hashing),
             done.directory.resolve(),
         )
     finally:
         host.close()
+
+
+def _hash(directory: Path) -> float:
+    began = time.thread_time()
+    Checkpoint.open(directory, PosixFiles()).table()
+    return time.thread_time() - began
 
 
 def memcpy_rate(nbytes: int) -> float:

@@ -28,16 +28,17 @@ SHORT = 0.1
 LARGE = 500_000_000
 """Bytes of a checkpoint from which on its rates say something of larger ones."""
 
-LOAD_MOVES = 3
-"""And for each that a rank loads: read from the checkpoint, written to a tensor of its own and read there."""
+LOAD_MOVES = 2
+"""And for each that a rank takes: read from the checkpoint, written into the image."""
 
 
 @dataclass(frozen=True)
 class Rates:
     """What was measured. GB/s where nothing else is said; ``of`` says of what.
 
-    ``bytes`` is the size of the checkpoint, ``ratio`` that of a delta over it. ``apply`` is for one thread
-    and ``load`` for one rank into its image, both in bytes of the checkpoint for a second that it computed.
+    ``bytes`` is the size of the checkpoint, ``ratio`` that of a delta over it. ``apply`` and ``hash`` are for
+    one thread, and ``load`` for one rank, which hashes all and takes it into its image; all in bytes of the
+    checkpoint for a second that it computed.
     ``copy``: the copy in the pause, over one thread's memcpy of the same bytes, as a rate; ``rest``: seconds
     of the pause beside the copy and the decoding step that it waits for.
     ``engine_of``: where the last three are those of another model.
@@ -52,12 +53,15 @@ class Rates:
     copy: float | None = None
     rest: float | None = None
     engine_of: str | None = None
+    hash: float | None = None
 
     def with_engine_of(self, other: Rates) -> Rates:
         """The rates of the engine from another model's profile, where this one has none."""
         if self.load is not None:
             return self
-        return replace(self, load=other.load, copy=other.copy, rest=other.rest, engine_of=other.of)
+        return replace(
+            self, load=other.load, hash=other.hash, copy=other.copy, rest=other.rest, engine_of=other.of
+        )
 
 
 @dataclass(frozen=True)
@@ -177,20 +181,28 @@ def _apply(rates: Rates, sizes: Sizes, a: Assumptions, canonical_on: CanonicalOn
 
 
 def _load(rates: Rates, sizes: Sizes, a: Assumptions, canonical_on: CanonicalOn) -> Term:
-    """Every rank reads and hashes the whole checkpoint, all at once; each on one thread."""
+    """Every rank hashes the whole checkpoint, on several threads, and takes its share of it on one."""
     name = "load into each rank's image"
-    if rates.load is None:
+    if rates.load is None or rates.hash is None:
         return Term(name, "preparation", None, _absent(rates))
-    shared = a.memory / LOAD_MOVES / sizes.ranks
+    threads = a.shared(2 * sizes.ranks)
     limits = [
-        (rates.load, f"{rates.load:.2f} measured on one thread"),
-        (shared, f"{a.memory:g} memory / {LOAD_MOVES} / {sizes.ranks} ranks"),
+        (rates.hash * threads, f"{rates.hash:.2f} measured x {threads} threads"),
+        (a.memory / sizes.ranks, f"{a.memory:g} memory / {sizes.ranks} ranks"),
     ]
     if canonical_on == "nvme":
         limits.append((a.nvme, f"{a.nvme:g} NVMe"))
+    hashing = sizes.canonical / GB / min(rate for rate, _ in limits)
+    computed = max(0.0, 1 / rates.load - 1 / rates.hash)
+    shared = LOAD_MOVES * sizes.ranks / a.memory
+    taking = sizes.image / GB * max(computed, shared)
+    seconds = hashing + taking if threads == 1 else max(hashing, taking)
+    of = "sum of" if threads == 1 else "longer of"
     return Term(
-        name, "preparation", sizes.canonical / GB / min(rate for rate, _ in limits),
-        f"{sizes.canonical / GB:.1f} GB / min({', '.join(said for _, said in limits)}) GB/s",
+        name, "preparation", seconds,
+        f"{of} {sizes.canonical / GB:.1f} GB / min({', '.join(said for _, said in limits)}) GB/s hashed, and "
+        f"{sizes.image / GB:.1f} GB x max({computed:.3f} measured, {LOAD_MOVES} x {sizes.ranks} ranks / "
+        f"{a.memory:g} memory) s/GB taken",
         "a rank's loader is as fast as the small BF16 model's on this CPU; ranks read a page of NVMe once",
     )  # fmt: skip
 
@@ -235,8 +247,8 @@ def _reasons(p: Projection) -> Iterator[str]:
         )
     if p.rates.load is not None and p.sizes.ranks > 1:
         yield (
-            f"each of {p.sizes.ranks} ranks reads and hashes the whole checkpoint on one thread; the "
-            "reference's load from one copy in memory that they share, and post-process on the GPU"
+            f"each of {p.sizes.ranks} ranks hashes the whole checkpoint, and takes its share on one thread; "
+            "the reference's post-process on the GPU"
         )
     if p.rates.rest is not None and p.rates.rest > SHORT:
         yield (

@@ -90,9 +90,9 @@ def rates_of(m: Measured) -> Rates:
     Raises ValueError for a version that fetched nothing.
     """
     row = row_of(m)
-    fetch, apply = row["preparation"]["fetch"], row["preparation"]["apply"]
+    fetch, apply, hashing = row["preparation"]["fetch"], row["preparation"]["apply"], None
     if m.host is not None:
-        fetch, apply = m.host.fetch, m.host.cpu
+        fetch, apply, hashing = m.host.fetch, m.host.cpu, m.host.hash
     if not fetch or not apply:
         raise ValueError("nothing was fetched and applied: there are no rates to project from")
     load, copy, copied = _load_alone(m), row["pause"]["copy"], row["bytes"]["copied"]
@@ -106,6 +106,7 @@ def rates_of(m: Measured) -> Rates:
         apply=m.streamed.bytes / apply / GB,
         load=m.streamed.bytes / load / GB if load is not None and engine else None,
         copy=efficiency if engine else None,
+        hash=m.streamed.bytes / hashing / GB if hashing else None,
         rest=max(0.0, row["pause"]["rest"] - (row["throughput"]["step"] or 0.0)) if engine else None,
     )
 
@@ -124,7 +125,7 @@ def _host(m: Measured) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0], "memcpy": m.memcpy,
         "alone": alone and {
             "fetch": alone.fetch, "apply": alone.apply, "cpu": alone.cpu, "seed": alone.seed,
-            "workers": alone.workers,
+            "workers": alone.workers, "hash": alone.hash,
         },
         "encode": m.streamed.encode, "load_cpu": m.load_cpu,
     }  # fmt: skip
