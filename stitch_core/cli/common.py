@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from .. import logs
@@ -39,6 +39,7 @@ class UsageError(Exception):
 
 
 Run = Callable[[argparse.Namespace], Awaitable[int]]
+Number = TypeVar("Number", int, float)
 Commands = Any  # argparse's subparsers action, which has no public name
 
 
@@ -130,34 +131,43 @@ def absolute_path(text: str) -> Path:
 
 def positive(text: str) -> int:
     """A whole number from 1 on, as an option."""
-    return whole(text, least=1)
+    return _option(whole, text, least=1)
 
 
 def count(text: str) -> int:
     """A whole number from 0 on, no larger than a manifest holds, as an option."""
-    return whole(text)
+    return _option(whole, text)
 
 
 def version_number(text: str) -> int:
     """The number of a version, as an option."""
-    return whole(text, most=LAST_NUMBER)
+    return _option(whole, text, most=LAST_NUMBER)
 
 
 def port(text: str) -> int:
     """A TCP port, or 0 for any that is free, as an option."""
-    return whole(text, most=2**16 - 1)
+    return _option(whole, text, most=2**16 - 1)
 
 
 def seconds(text: str) -> float:
     """A time, as an option."""
-    return decimal(text)
+    return _option(decimal, text)
 
 
 def interval(text: str) -> float:
     """A time above 0, as an option."""
-    if decimal(text) == 0:
-        raise ValueError(text)
-    return decimal(text)
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _option(read: Callable[..., Number], text: str, **limits: int) -> Number:
+    """What ``read`` makes of a text; its message, where argparse would only say that the value is invalid."""
+    try:
+        return read(text, **limits)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def job_name() -> str:

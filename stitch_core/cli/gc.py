@@ -61,7 +61,7 @@ def duration(text: str) -> float:
     """Seconds of ``90s``, ``30m``, ``24h``, ``2d``, as an option."""
     match = _DURATION.match(text)
     if match is None:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 30m, 24h or 2d, got {text!r}")
     return float(match[1]) * _UNITS[match[2]]
 
 

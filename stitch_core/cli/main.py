@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,6 +27,7 @@ from ..publisher import PublishError
 from ..records import RecordRefused
 from ..replica.activation import CannotFollow, ReplicaFailed
 from ..replica.staging import WrongBase
+from ..stores.probe import error_text
 from ..versions import VersionError
 from .common import Commands, UsageError, add_command
 
@@ -104,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _complain(command: str, failure: Exception) -> None:
     """One line, whatever the message."""
-    text = " ".join(str(failure).split()) or type(failure).__name__
+    said = str(failure)
+    if isinstance(failure, OSError) and isinstance(failure.filename, str | bytes):
+        said = f"{os.fsdecode(failure.filename)}: {error_text(failure)}"
+    text = " ".join(said.split()) or type(failure).__name__
     message = f"stitch {command}: {text}"
     print(logs.line(message, level="error") if logs.asked() else message, file=sys.stderr, flush=True)

@@ -226,7 +226,10 @@ def test_a_limit_that_is_none(shell: Shell, limit: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as exit:
         shell("versions", "--store", shell.store, "--run", "r", "--limit", limit)
     assert exit.value.code == 2
-    assert f"argument --limit: invalid positive value: '{limit}'" in capsys.readouterr().err
+    assert (
+        f"argument --limit: expected a whole number from 1 to {2**63 - 1}, got '{limit}'"
+        in capsys.readouterr().err
+    )
 
 
 class Flat(MemoryStore):

@@ -117,6 +117,16 @@ def test_every_known_failure_is_one_line(
     assert len(captured.err) > len("stitch status: \n")
 
 
+def test_an_error_of_the_system_names_the_file_and_the_code_that_the_manual_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was '[Errno 28] No space left on device', which docs/operations.md calls ENOSPC."""
+    assert fails_with(OSError(28, "No space left on device", b"/data/x"), monkeypatch) == 2
+    assert capsys.readouterr().err == "stitch status: /data/x: ENOSPC, No space left on device\n"
+    assert fails_with(OSError("nothing is known"), monkeypatch) == 2
+    assert capsys.readouterr().err == "stitch status: nothing is known\n"
+
+
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
 def test_quiet_ends(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -174,7 +174,10 @@ def test_a_step_that_is_none_fences_nobody(
     shell.claim()
     with pytest.raises(SystemExit):
         shell.publish(shell.learn("one"), f"--step={step}")
-    assert f"argument --step: invalid count value: '{step}'" in capsys.readouterr().err
+    assert (
+        f"argument --step: expected a whole number from 0 to {2**63 - 1}, got '{step}'"
+        in capsys.readouterr().err
+    )
     assert shell.head() == (0, 1)
 
 

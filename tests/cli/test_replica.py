@@ -231,7 +231,9 @@ def test_a_port_that_is_none(shell: Shell, port: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as exit:
         shell(*arguments(shell, f"--port={port}"))
     assert exit.value.code == 2
-    assert f"invalid port value: '{port}'" in capsys.readouterr().err
+    assert (
+        f"argument --port: expected a whole number from 0 to 65535, got '{port}'" in capsys.readouterr().err
+    )
 
 
 def test_a_base_that_is_not_version_0(shell: Shell) -> None:
