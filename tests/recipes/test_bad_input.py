@@ -95,6 +95,29 @@ def test_a_file_that_is_not_there_is_not_answered_with_a_list_of_recipes(tmp_pat
         catalogue.load(f"{tmp_path}/own.toml/x")
 
 
+def test_a_file_of_recipes_needs_the_name_of_one() -> None:
+    with pytest.raises(RecipeError, match=r"qwen3-0.6b.toml/NAME; there are: qwen3-0.6b/miles"):
+        catalogue.load(str(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a: [", r"run.yaml: while parsing"),
+        (b"recipe: 3", r"run.yaml recipe: the table: Input should be"),
+        (b"recipe: {summary: 1}", r"run.yaml recipe: summary: Input should be a valid string"),
+        (b"- 1", "no recipe in it: is it the run.yaml of a rendered Modal app"),
+        (b"\xff", "run.yaml: 'utf-8' codec"),
+        (b"#" * (catalogue.LARGEST + 1), "more than 4 MiB, which is no recipe"),
+    ],
+    ids=range(6),
+)
+def test_a_run_that_was_not_rendered_is_told_by_its_name(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(text)
+    with pytest.raises(RecipeError, match=message):
+        catalogue.load(f"{tmp_path}/run.yaml")
+
+
 def test_files_of_windows_are_read(tmp_path: Path) -> None:
     """With the mark that its editors put first, and its ends of lines."""
     file = tmp_path / "own.toml"

@@ -43,6 +43,9 @@ def load(name: str) -> Recipe:
     """
     if name.endswith(".yaml"):
         return rendered(Path(name))
+    if name.endswith(".toml"):
+        there = ", ".join(_names(Path(name))) or "none"
+        raise RecipeError(f"{name} is a file of recipes: name one of them as {name}/NAME; there are: {there}")
     file, _, table = name.rpartition("/")
     if not file:
         raise RecipeError(f"{name!r} is not <model>/<recipe>; there are: {', '.join(names())}")

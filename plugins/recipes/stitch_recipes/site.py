@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError
+
+from stitch_core import plugins
+from stitch_core.stores import GROUP
 
 from .catalogue import read_toml
 from .errors import RecipeError, describe
@@ -29,13 +33,27 @@ Selector = dict[
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
 
 
+BEGINNINGS = {"file": "file:/", "s3": "s3://", "modal": "modal://"}
+
+
+def _store(url: str) -> str:
+    scheme = url.partition(":")[0]
+    begins = BEGINNINGS.get(scheme, f"{scheme}:")
+    ours = scheme in plugins.names(GROUP) and scheme != "memory"  # which no other process sees
+    if not ours or not url.startswith(begins) or url == begins:
+        raise ValueError("no store's URL: file:/directory, s3://bucket/prefix or modal://volume/prefix")
+    return url
+
+
 class Site(Part):
     """Names of one user's cluster. Each has a default that says what to put there, or that works."""
 
     run: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")] = Field(
         "my-run", description="the run's id; a new one for each new run, the same to resume"
     )
-    store: Word = Field("s3://my-bucket/stitch", description="the store's URL: file:, s3: or modal:")
+    store: Annotated[Word, AfterValidator(_store)] = Field(
+        "s3://my-bucket/stitch", description="the store's URL: file:, s3: or modal:"
+    )
     name: Label = Field(
         "stitch", description="begins the names of apps, services and deployments; one for each run at a time"
     )
@@ -114,7 +132,15 @@ def read_site(path: Path | None) -> Site:
     try:
         return Site.model_validate(read_toml(path))
     except ValidationError as error:
-        raise RecipeError(describe(str(path), error)) from error
+        raise RecipeError(describe(str(path), error, _hint)) from error
+
+
+def _hint(name: str) -> str:
+    """What a field is for, or the nearest to one that there is not."""
+    if (field := Site.model_fields.get(name)) is not None:
+        return f"; {name} is {field.description}"
+    near = difflib.get_close_matches(name, Site.model_fields, n=1)
+    return f"; did you mean {near[0]}?" if near else "; stitch recipe site prints all that there are"
 
 
 def template() -> str:

@@ -55,15 +55,27 @@ def test_an_edited_file_is_refused_before_anything_is_written(tmp_path: Path, ed
 def test_what_an_earlier_rendering_left_goes_unless_it_was_edited(tmp_path: Path) -> None:
     gone, edited = File("compactor.sh", "#!/bin/sh\n"), File("collector.sh", "#!/bin/sh\n")
     write([*FILES, gone, edited], tmp_path, "ssh x/y")
-    write([File("other.yaml", "b: 1\n")], tmp_path, "kubernetes x/y")
     (tmp_path / "collector.sh").write_text((tmp_path / "collector.sh").read_text() + "echo mine\n")
     (tmp_path / "notes.txt").write_text("mine")
     write(FILES, tmp_path, "ssh x/y")
-    left = {"run.sh", "run.yaml", "collector.sh", "other.yaml", "notes.txt"}
+    left = {"run.sh", "run.yaml", "collector.sh", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_a_directory_is_of_one_rendering(tmp_path: Path) -> None:
+    """Another recipe's manifests were applied with this one's, and app.py's run.yaml with any."""
+    job = File("1-prepare-together.yaml", "kind: Job\n")
+    write([*FILES, job], tmp_path, "kubernetes x/y")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    for what in ("kubernetes x/z", "modal x/y"):
+        with pytest.raises(RecipeError, match=f"has the rendering of kubernetes x/y: render {what} into"):
+            write(FILES, tmp_path, what)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    write(FILES, tmp_path, "kubernetes x/z", force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "run.yaml"}
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match=r"file.*: (Not a directory|File exists)"):
+    with pytest.raises(RecipeError, match=r"file is there, and no directory"):
         write(FILES, tmp_path / "file", "ssh x/y")

@@ -52,8 +52,14 @@ def test_the_template_has_every_field_with_its_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('hostz = ["a"]', "hostz: Extra inputs are not permitted"),
-        ("run = 1", "run: Input should be a valid string"),
+        ('hostz = ["a"]', "hostz: Extra inputs are not permitted; did you mean hosts\\?"),
+        ("xyzzy = 1", "xyzzy: Extra inputs are not permitted; stitch recipe site prints all"),
+        ("run = 1", "run: Input should be a valid string; run is the run's id; a new one for each new run"),
+        ('store = "http://x"', "store: no store's URL: file:/directory, s3://bucket/prefix or"),
+        ('store = "s3:/x"', "store: no store's URL"),
+        ('store = "s3://"', "store: no store's URL"),
+        ('store = "memory:x"', "store: no store's URL"),
+        ('store = "/data"', "store: no store's URL"),
         ("run = [", "Invalid value"),
     ],
 )

@@ -29,10 +29,12 @@ class File:
 def write(files: Sequence[File], out: Path, what: str, *, force: bool = False) -> list[str]:
     """Write a rendering of ``what`` into ``out``; the names that changed.
 
-    A file there that a person edited, or that was not rendered, is refused before anything is written, unless
-    ``force``. What an earlier rendering of ``what`` left and this one lacks goes, if nobody edited it. Raises
-    RecipeError.
+    A file there that a person edited, or that was not rendered, is refused before anything is written, and so
+    is a directory with the rendering of something else, unless ``force``. What an earlier rendering left and
+    this one lacks goes, if nobody edited it. Raises RecipeError.
     """
+    if out.exists() and not out.is_dir():
+        raise RecipeError(f"{out} is there, and no directory")
     try:
         return _write(files, out, what, force)
     except OSError as error:
@@ -51,12 +53,17 @@ def _write(files: Sequence[File], out: Path, what: str, force: bool) -> list[str
             f"{out}: {', '.join(edited)}: edited, or not rendered; --force writes over them, or render into "
             "another directory and compare"
         )
+    others = sorted({mark["what"] for text in there.values() if (mark := _MARK.search(text))} - {what})
+    if others and not force:
+        raise RecipeError(
+            f"{out} has the rendering of {', '.join(others)}: render {what} into another directory; --force "
+            "replaces what is there"
+        )
     changed = [name for name, text in marked.items() if there.get(name) != text]
     for name in changed:
         _replace(out / name, marked[name])
     for name in there.keys() - marked.keys():
-        mark = _MARK.search(there[name])
-        if mark and mark["what"] == what and _as_rendered(there[name]):
+        if _as_rendered(there[name]):
             (out / name).unlink(missing_ok=True)
     return changed
 
