@@ -13,8 +13,9 @@ class RecipeError(ValueError):
 
 def describe(where: str, error: ValidationError, hint: Callable[[str], str] = lambda field: "") -> str:
     """One line for each field that is wrong; ``hint``: what is said more of a field of the first level."""
-    return "\n".join(
-        f"{where}: {'.'.join(map(str, problem['loc'])) or 'the table'}: {problem['msg'].removeprefix('Value error, ')}"
-        + (hint(str(problem["loc"][0])) if problem["loc"] else "")
-        for problem in error.errors()
-    )
+    lines = []
+    for problem in error.errors():
+        field = ".".join(map(str, problem["loc"])) or "the table"
+        more = hint(str(problem["loc"][0])) if problem["loc"] else ""
+        lines.append(f"{where}: {field}: {problem['msg'].removeprefix('Value error, ')}{more}")
+    return "\n".join(lines)
