@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -37,6 +38,14 @@ def line(message: str, *, level: str = "info", logger: str = "stitch", at: float
     except Exception:  # a log line must come out whatever state it is about
         said = {}
     return json.dumps({**fields, **said, "message": message}, default=str)
+
+
+def tell(text: str, *, level: str = "info") -> None:
+    """A line on stderr, as JSON where that is asked for. That it is full, closed or not read ends nobody."""
+    stream = sys.stderr
+    if stream is not None:  # it is None where the descriptor was closed from the start
+        with contextlib.suppress(OSError, ValueError):
+            print(line(text, level=level) if asked() else text, file=stream, flush=True)
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,5 +1,6 @@
 """Log lines for collectors: JSON, one each, with what they are about."""
 
+import io
 import json
 import logging
 import subprocess
@@ -81,3 +82,38 @@ def test_a_command_that_fails_says_so_in_json() -> None:
     said = json.loads(done.stderr)
     assert (said["level"], said["run"]) == ("error", "r1")
     assert "is it mounted?" in said["message"]
+
+
+class Refusing(io.StringIO):
+    """A stream that takes nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [None, Refusing(OSError(28, "No space left on device")), Refusing(ValueError("closed")),
+     Refusing(BrokenPipeError())],
+)  # fmt: skip
+def test_a_full_disk_under_the_log_ended_what_wrote_there(
+    stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that said what stands in its way ended by it."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logs.tell("all is well")
+
+
+def test_what_is_told_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs.tell("all is well")
+    assert capsys.readouterr().err == "all is well\n"
+    monkeypatch.setenv(logs.VARIABLE, "json")
+    logs.tell("all is not", level="error")
+    said = json.loads(capsys.readouterr().err)
+    assert (said["message"], said["level"]) == ("all is not", "error")

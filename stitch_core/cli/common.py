@@ -26,6 +26,7 @@ from ..replica.auth import FILE_VARIABLE, TEXT_VARIABLE, Tokens, exposed
 from ..scratch import temporary_directory
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
+from ..stores.probe import error_text
 from ..versions import LAST_NUMBER, VersionError, check_run_id
 
 STORE_SECONDS = 60.0
@@ -220,15 +221,26 @@ def scratch(directory: Path | None) -> Iterator[Path]:
 
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
-    """One result: JSON on one line, or text for people. What the output cannot show of a name is escaped."""
+    """One result: JSON on one line, or text for people. What the output cannot show of a name is escaped.
+
+    Raises BrokenPipeError where nobody reads it any more, and UsageError where it cannot be written.
+    """
+    out = sys.stdout
+    if out is None:  # closed from the start: nobody asked for it
+        return
     shown = json.dumps(value) if as_json else text()
-    encoding = sys.stdout.encoding or "utf-8"
-    print(shown.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    encoding = out.encoding or "utf-8"
+    try:
+        print(shown.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"it is done, but stdout cannot be written: {error_text(error)}") from None
 
 
 def say(text: str) -> None:
     """Progress and warnings, beside the result."""
-    print(logs.line(text) if logs.asked() else text, file=sys.stderr, flush=True)
+    logs.tell(text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -110,5 +109,4 @@ def _complain(command: str, failure: Exception) -> None:
     if isinstance(failure, OSError) and isinstance(failure.filename, str | bytes):
         said = f"{os.fsdecode(failure.filename)}: {error_text(failure)}"
     text = " ".join(said.split()) or type(failure).__name__
-    message = f"stitch {command}: {text}"
-    print(logs.line(message, level="error") if logs.asked() else message, file=sys.stderr, flush=True)
+    logs.tell(f"stitch {command}: {text}", level="error")

@@ -25,6 +25,7 @@ from stitch_core.ports import EngineError, Unavailable
 from stitch_core.publisher import Fenced
 from stitch_core.replica.activation import CannotFollow, ReplicaFailed
 from stitch_core.replica.staging import WrongBase
+from tests.test_logs import Refusing
 
 COMMANDS = (
     "replica", "gateway", "publish", "claim", "status", "versions", "prove", "inspect", "verify",
@@ -115,6 +116,20 @@ def test_every_known_failure_is_one_line(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("stitch status: ")
     assert len(captured.err) > len("stitch status: \n")
+
+
+def test_a_stdout_that_was_closed_was_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["status", "--store", f"file:{tmp_path}"]) == 0
+
+
+def test_a_stdout_that_is_full_is_told_from_a_store_that_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Refusing(OSError(28, "No space left on device")))
+    assert main(["status", "--store", f"file:{tmp_path}", "--json"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("it is done, but stdout cannot be written: ENOSPC, No space left on device\n")
 
 
 def test_an_error_of_the_system_names_the_file_and_the_code_that_the_manual_has(
