@@ -35,9 +35,9 @@ RAY_PORT = 6379
 SERVICE_IMAGE = "python:3.12-slim"
 """For what needs no GPU: gateway, compactor, collector."""
 
-# Dated tags, which do not move; the framework's revision is checked out over them, Megatron stays the image's.
-# slime: docker/version.txt and docker/justfile of the declared revision. Miles: the newest that a public recipe
-# names; its Megatron has every flag of the later one whose flags recipes are checked against (recipes/flags).
+# Dated tags, which do not move; the framework's revision is checked out over them, Megatron stays as it is.
+# slime: docker/version.txt and docker/justfile of the declared revision. Miles: the newest that a public
+# recipe names; its Megatron has every flag of the later one that recipes are checked against (recipes/flags).
 _IMAGES = {"miles": "radixark/miles:dev-202607290235", "slime": "slimerl/slime:nightly-dev-20260810a-cu129"}
 _REPOSITORIES = {"miles": "https://github.com/radixark/miles", "slime": "https://github.com/THUDM/slime"}
 
