@@ -31,6 +31,7 @@ from ..versions import LAST_NUMBER, VersionError, check_run_id
 
 STORE_SECONDS = 60.0
 SCRATCH = "stitch-scratch"
+NO_CWD = "which is not there any more: change to one that is"
 MAX_SKEW = 5.0
 """Seconds between two clocks. Records of replicas expire 15 s after they were written, by those of others."""
 
@@ -127,7 +128,10 @@ def absolute_path(text: str) -> Path:
     """A path option, independent of the working directory from here on; '' is a variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("is empty: name a directory ('.' is the current one)")
-    return Path(os.path.abspath(text))
+    try:
+        return Path(os.path.abspath(text))
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"{text!r} lies in the working directory, {NO_CWD}") from None
 
 
 def positive(text: str) -> int:

@@ -28,7 +28,7 @@ from ..replica.activation import CannotFollow, ReplicaFailed
 from ..replica.staging import WrongBase
 from ..stores.probe import error_text
 from ..versions import VersionError
-from .common import Commands, UsageError, add_command
+from .common import NO_CWD, Commands, UsageError, add_command
 
 COMMANDS = (
     "replica", "publish", "claim", "release", "rollback", "channel", "pin", "status", "versions",
@@ -108,5 +108,7 @@ def _complain(command: str, failure: Exception) -> None:
     said = str(failure)
     if isinstance(failure, OSError) and isinstance(failure.filename, str | bytes):
         said = f"{os.fsdecode(failure.filename)}: {error_text(failure)}"
+    elif isinstance(failure, FileNotFoundError) and failure.filename is None:  # as getcwd() says it
+        said = f"a path lies in the working directory, {NO_CWD}"
     text = " ".join(said.split()) or type(failure).__name__
     logs.tell(f"stitch {command}: {text}", level="error")

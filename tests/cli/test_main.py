@@ -118,6 +118,25 @@ def test_every_known_failure_is_one_line(
     assert len(captured.err) > len("stitch status: \n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["status", "--store", "file:here"], ["claim", "--store", "file:/s", "--run", "r", "--base", "b"]],
+)
+def test_a_working_directory_that_is_gone(arguments: list[str], tmp_path: Path) -> None:
+    """One was a traceback, the other '[Errno 2] No such file or directory', of nothing."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); from stitch_core.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=gone, capture_output=True, text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"stitch {arguments[0]}: ")
+    assert last.endswith("lies in the working directory, which is not there any more: change to one that is")
+
+
 def test_a_stdout_that_was_closed_was_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["status", "--store", f"file:{tmp_path}"]) == 0
