@@ -31,7 +31,7 @@ from .manifest import Manifest, Row, floor_number
 from .payload import Payload
 from .planner import Planner
 from .ports import Clock, Files, NotFound, RunBlocking, Store
-from .publisher import Publisher, PublishError
+from .publisher import Fenced, OutcomeUnknown, Publisher, PublishError
 from .records import RecordRefused, list_records
 from .replica.staging import Stager
 from .retry import Retry, retrying
@@ -135,13 +135,15 @@ class Rollback:
                 try:
                     payload, proof = await self._prepare(claimed, goal, known)
                 except RollbackRefused as refused:
-                    raise RollbackRefused(
-                        f"{refused}. The trainer is fenced by now, versions {given_up[0]} to {given_up[1]} "
-                        "are given up, and the head stays where it is until a rollback goes through"
-                    ) from refused
+                    raise RollbackRefused(f"{refused}. {_half_done(given_up)}") from refused
         metadata = {**self.metadata, "rollback": {"to": number, "given_up": list(given_up)}}
         self.say(f"publishing {len(payload.files)} files")
-        manifest = await self.publisher.publish(replace(payload, step=goal.step, metadata=metadata))
+        try:
+            manifest = await self.publisher.publish(replace(payload, step=goal.step, metadata=metadata))
+        except (Fenced, OutcomeUnknown):
+            raise
+        except PublishError as error:
+            raise PublishError(f"{error}. {_half_done(given_up)}: make it again") from error
         return RolledBack(manifest, goal, given_up, proof, head)
 
     async def _goal(self, newest: Manifest, number: int) -> Manifest:
@@ -350,6 +352,13 @@ def _encoding_of(deltas: Sequence[Source], widths_known: bool) -> str:
     if len(found) < 2:
         return next(iter(found), "xor")
     return "sparse" if widths_known else "xor"
+
+
+def _half_done(given_up: tuple[int, int]) -> str:
+    return (
+        f"The trainer is fenced by now, versions {given_up[0]} to {given_up[1]} are given up, and the head "
+        "stays where it is until a rollback goes through"
+    )
 
 
 def _is_done(head: Head, newest: Manifest, goal: Manifest) -> bool:

@@ -18,7 +18,7 @@ from stitch_core.fulls import upload_full
 from stitch_core.head import Head
 from stitch_core.manifest import Manifest
 from stitch_core.payload import Payload
-from stitch_core.ports import Store, StoreError, SystemClock, Unavailable
+from stitch_core.ports import Store, StoreError, SystemClock, Unavailable, WriteRefused
 from stitch_core.publisher import ClaimRefused, Fenced, PublishError
 from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
@@ -427,6 +427,21 @@ async def test_c35_a_supervisor_restarts_the_trainer_while_the_rollback_uploads(
     with pytest.raises(Fenced, match="another writer has claimed run r"):
         await roll_back(other, Restarted(store), 2)
     assert (await roll_back(other, store, 2)).manifest.number == 5
+
+
+async def test_a_full_store_left_a_rollback_half_done_and_did_not_say_so(trainer: Trainer) -> None:
+    """The trainer is fenced and its versions are given up; what helps is the same rollback again."""
+    store = MemoryStore()
+    chain = await published(trainer, store, 4)
+
+    def full(index: int, name: str, key: str) -> Exception | None:
+        return WriteRefused(f"{key} cannot be written (ENOSPC)") if name == "create" else None
+
+    words = "not published: .*ENOSPC.*fenced by now, versions 3 to 4 are given up, .*: make it again"
+    with pytest.raises(PublishError, match=words):
+        await roll_back(trainer, FaultyStore(store, full), 2)
+    assert ((await head_of(store)).number, (await head_of(store)).abandoned) == (4, ((3, 4),))
+    assert (await roll_back(trainer, store, 2)).manifest.state == chain[2].state
 
 
 async def test_an_unreachable_store(trainer: Trainer) -> None:
