@@ -377,7 +377,7 @@ class Found:
             fast = self.unthrottled[1:]
             rate = median(one.stage_rate / one.idle_rate for one in fast)
             yield at_most(
-                "A4b", f"staging time under traffic / without lower priority (throughput then {rate:.2f} of idle)",
+                "A4b", f"staging time / that at the server's priority (throughput then {rate:.2f} of idle)",
                 stage / median(one.stage for one in fast), 3.0,
             )  # fmt: skip
         what = "staging time, under traffic / with nothing else to do"
