@@ -38,9 +38,9 @@ def test_a_recipe_has_no_problems(name: str) -> None:
     assert problems(catalogue.load(name)) == []
 
 
-AIR, FLASH, GLM, NVFP4, K3, QWEN = (
-    "glm-4.5-air/fp8", "glm-4.7-flash/code", "glm-5.2/nvfp4", "qwen3-30b-a3b/nvfp4", "kimi-k3/mxfp4-serve",
-    "qwen3-235b-a22b/slime",
+AIR, FLASH, GLM, GLM8, NVFP4, K3, QWEN = (
+    "glm-4.5-air/fp8", "glm-4.7-flash/code", "glm-5.2/nvfp4", "glm-5.2/fp8", "qwen3-30b-a3b/nvfp4",
+    "kimi-k3/mxfp4-serve", "qwen3-235b-a22b/slime",
 )  # fmt: skip
 
 
@@ -111,6 +111,13 @@ AIR, FLASH, GLM, NVFP4, K3, QWEN = (
         (GLM, "engine/environment/FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "NVFP4_4OVER6_ERR_MODE: the"),
         (NVFP4, "trainer/flags/num-layers-at-end-in-bf16", 1, "trainer.flags.num-layers-at-end-in-bf16: 1,"),
         (NVFP4, "trainer/flags/megatron-to-hf-mode", "bridge", "trainer.flags.megatron-to-hf-mode: a model"),
+        (GLM8, "serve", "fp8", "checkpoints.fp8.not_quantized: Miles exports the index's wk in BF16"),
+        (
+            GLM8,
+            "trainer/environment",
+            {},
+            "trainer.environment.SGLANG_ENABLE_JIT_DEEPGEMM: it has to be 0 on B",
+        ),
         (AIR, "unknown", {}, "checkpoints.fp8-block.image_gb: left out"),
         (K3, "unknown", {"checkpoints.mxfp4.image_gb": "why"}, "unknown.checkpoints.mxfp4.image_gb: the"),
         (K3, "unknown", {"engine.colour": "why"}, "unknown.engine.colour: there is no such field"),

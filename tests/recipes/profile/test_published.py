@@ -14,7 +14,7 @@ def test_every_row_is_of_recipes_that_there_are_and_appears_once() -> None:
     rows = published()
     assert {name for row in rows for name in row.recipes} <= set(catalogue.names())
     keys = [(name, row.path) for row in rows for name in row.recipes]
-    assert len(keys) == len(set(keys)) == 16
+    assert len(keys) == len(set(keys)) == 19
 
 
 def test_a_published_total_is_its_parts_to_the_last_digit() -> None:

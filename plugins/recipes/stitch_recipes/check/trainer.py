@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from .. import training
 from ..errors import RecipeError
+from ..layout.formats import scope
+from ..layout.spec import Tensor
 from ..schema import Recipe, Trainer
 from ..site import read_site
 from . import flags
@@ -14,6 +16,9 @@ from . import flags
 BRIDGE = "trainer.flags.megatron-to-hf-mode"
 DATA = "{data}/"
 ERROR_MODE = "NVFP4_4OVER6_ERR_MODE"
+
+FLOAT_SCALES = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+"""With which Miles exports scales of FP8 blocks in F32 on Blackwell; on Hopper it does anyway."""
 
 # What a framework's parser takes and its own validation refuses beside a flag that Stitch adds: Miles'
 # validate_skip_actor_forward_only (miles/utils/arguments.py at 31f1ca961).
@@ -60,6 +65,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _parallel(recipe, trainer)
     yield from _batches(trainer)
     yield from _rounding(recipe, trainer)
+    yield from _exported(recipe, trainer)
 
 
 def _data(trainer: Trainer) -> Iterator[str]:
@@ -111,6 +117,32 @@ def _batches(trainer: Trainer) -> Iterator[str]:
         yield "trainer.flags: rollout-batch-size and global-batch-size have to be there"
     elif rollout % batch:
         yield f"trainer.flags.global-batch-size: {rollout} samples a rollout are not whole batches of {batch}"
+
+
+def _exported(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
+    """What Miles exports in FP8 has to have the layout of what is served, or no delta can be made.
+
+    miles/backends/megatron_utils/megatron_to_hf/processors/quantizer_fp8.py at 31f1ca961.
+    """
+    if recipe.serve not in recipe.checkpoints or trainer.framework != "miles":
+        return
+    if recipe.served.quantization != "fp8-block128":
+        return
+    config, attention = recipe.model.geometry.config, recipe.model.geometry.attention
+    index = getattr(attention, "indexer", None)
+    wk = Tensor("a.0.self_attn.indexer.wk.weight", "BF16", (1, 1))
+    if index is not None and config.get("indexer_rope_interleave") and scope(recipe.served)(wk):
+        yield (
+            f"checkpoints.{recipe.serve}.not_quantized: Miles exports the index's wk in BF16 where its "
+            r"rotary pairs are interleaved: add '\.indexer\.wk$', and convert it so"
+        )
+    if trainer.gpu.startswith(("B", "GB")):
+        for name, value in FLOAT_SCALES.items():
+            if trainer.environment.get(name) != value:
+                yield (
+                    f"trainer.environment.{name}: it has to be {value} on {trainer.gpu}, where Miles would "
+                    "export scales that are no F32 as the checkpoint's"
+                )
 
 
 def _rounding(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
