@@ -35,6 +35,9 @@ from .common import (
 from .mounts import directory_of, is_read_only, mount_kind
 
 RACERS, ROUNDS = 8, 3
+PLACE = ".stitch-doctor-"
+LEFT_AFTER = 3600.0
+
 SLOW_SYNC = 0.05
 ROOM = 1.2
 """Of a checkpoint's size: the host's copy, and what is fetched and journalled beside it."""
@@ -113,6 +116,8 @@ async def run(options: argparse.Namespace) -> int:
                     "mount it read-write on hosts that write; a replica's is checked with --read-only",
                 )  # fmt: skip
             else:
+                if root is not None:
+                    await asyncio.to_thread(_sweep, root)
                 async with opened_store(url) as store, opened_store(url) as second:
                     await StoreChecks(store, second, report).run()
         if not options.read_only:
@@ -311,11 +316,19 @@ async def _place(url: str) -> AsyncIterator[str]:
         return
     while not await asyncio.to_thread(root.is_dir):
         root = root.parent
-    place = root / f".stitch-doctor-{secrets.token_hex(8)}"
+    place = root / f"{PLACE}{secrets.token_hex(8)}"
     try:
         yield f"file:{quote(os.fsencode(place))}"
     finally:
         await asyncio.to_thread(PosixFiles().remove_tree, place)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a doctor that was killed left there, long enough ago that none can be at work."""
+    for left in root.glob(f"{PLACE}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_AFTER:
+                PosixFiles().remove_tree(left)
 
 
 async def _directory_checks(url: str, place: str, report: Report) -> None:
@@ -389,7 +402,7 @@ async def _scratch(where: Path, size: int) -> str:
 
 def _sync_seconds(directory: Path) -> float:
     """The median of five syncs of 4 KiB."""
-    files, path = PosixFiles(), directory / f".stitch-doctor-{secrets.token_hex(8)}"
+    files, path = PosixFiles(), directory / f"{PLACE}{secrets.token_hex(8)}"
     files.write_new(path, b"")
     try:
         times = []

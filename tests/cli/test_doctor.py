@@ -42,6 +42,20 @@ def test_a_store_in_a_directory(shell: Shell) -> None:
     assert "3 times one of 8 won" in text.out
 
 
+def test_what_a_doctor_that_was_killed_left_goes_with_a_later_one(shell: Shell) -> None:
+    """A directory with 8 MiB in it stayed in the store for good."""
+    shell.claim()
+    old, new = (shell.root / "store" / f".stitch-doctor-{name}" for name in ("old", "new"))
+    for left in (old, new):
+        left.mkdir()
+        (left / "large").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    assert shell("doctor", "--store", shell.store, "--read-only").code == 0
+    assert old.exists()
+    assert shell("doctor", "--store", shell.store).code == 0
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_a_store_that_is_not_begun_is_not_begun_by_looking(shell: Shell) -> None:
     said = shell("doctor", "--store", shell.store, "--json")
     assert said.code == 0

@@ -137,6 +137,23 @@ def test_a_working_directory_that_is_gone(arguments: list[str], tmp_path: Path) 
     assert last.endswith("lies in the working directory, which is not there any more: change to one that is")
 
 
+def test_an_interrupt_while_it_starts_was_a_traceback() -> None:
+    """A third of the time of a short command are its imports."""
+    program = (
+        "import sys; from importlib.machinery import PathFinder; find = PathFinder.find_spec\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'stitch_core.publisher': raise KeyboardInterrupt\n"
+        "    return find(name, *rest)\n"
+        "PathFinder.find_spec = interrupted\n"
+        "from stitch_core.cli.__main__ import entry; sys.exit(entry())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "status"], capture_output=True, text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_stdout_that_was_closed_was_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["status", "--store", f"file:{tmp_path}"]) == 0
