@@ -44,6 +44,6 @@ def test_a_wrong_row_is_refused_with_file_and_field(tmp_path: Path) -> None:
 def test_full_sizes_are_the_published_ones_or_say_what_is_assumed() -> None:
     k3 = sizes_of(catalogue.load("kimi-k3/mxfp4-serve"))
     assert (k3.canonical, k3.image, k3.ranks, k3.assumed) == (1560.860324864e9, 207.5e9, 8, ())
-    small = sizes_of(catalogue.load("qwen3-0.6b/miles"))
+    small = sizes_of(catalogue.load("moonlight-16b-a3b/slime"))
     assert small.image == small.canonical > 1.1e9
     assert len(small.assumed) == 2

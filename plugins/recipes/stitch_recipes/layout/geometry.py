@@ -122,6 +122,7 @@ class Geometry(Numbers):
     intermediate_size: Positive
     vocab_size: Positive
     tie_word_embeddings: bool = False
+    tied_head_stored: bool = Field(False, description="its files have the head all the same")
     attention: Annotated[Grouped | Latent | Hybrid, Field(discriminator="kind")]
     attn_res_block_size: Positive | None = Field(None, description="residual streams between blocks")
     experts: Experts | None = None

@@ -23,7 +23,7 @@ def tensors(geometry: Geometry) -> Tensors:
     yield weight(f"{prefix}norm", hidden)
     if geometry.attn_res_block_size is not None:
         yield from _residual(hidden, f"{prefix}output_attn")
-    if not geometry.tie_word_embeddings:
+    if not geometry.tie_word_embeddings or geometry.tied_head_stored:
         yield weight(geometry.head.rstrip("."), geometry.vocab_size, hidden)
     if geometry.prediction is not None:
         yield from _prediction(geometry, geometry.prediction)
