@@ -17,6 +17,7 @@ from typing import Any
 
 from ..replica import sse
 from ..traffic import Json, ServerError
+from ..urls import is_http
 from .common import UsageError, say
 
 ANSWER_SECONDS = 600.0
@@ -48,7 +49,7 @@ class HttpServer:
     async def opened(cls, url: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[HttpServer]:
         import aiohttp
 
-        if not url.startswith(("http://", "https://")):
+        if not is_http(url):
             raise UsageError(f"{url} is not a URL such as http://127.0.0.1:30100")
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
         # Servers close connections that were idle for 5 s; one that is taken up just then is lost.

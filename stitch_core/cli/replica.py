@@ -11,7 +11,6 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from .. import logs
 from ..files import PosixFiles
@@ -32,6 +31,7 @@ from ..replica.service import Announcer, live
 from ..scratch import temporary_directory
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from ..threads import Threads
+from ..urls import is_http
 from ..versions import check_run_id
 from .common import (
     Commands,
@@ -139,7 +139,9 @@ async def run(options: argparse.Namespace) -> int:
     check_name("--id", replica_id)
     follow = _follow(options)
     _check_address(options.address)
-    _check_host_dir(options.host_dir)
+    _check_base(options.base)
+    _make_directory("--host-dir", options.host_dir)
+    _make_directory("--anchor-scratch", options.anchor_scratch)
     check_lasting(options.store)
     options.tokens = tokens_of(options)
     stop = stop_on_signals()
@@ -195,21 +197,23 @@ def _check_address(address: str | None) -> None:
     """Gateways pass over what is no URL, without a word here."""
     if address is None:
         return
-    try:
-        parts = urlsplit(address)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port, such as 99999
-        good = False
-    if not good or not address.isascii():
+    if not is_http(address) or not address.isascii():
         raise UsageError(f"--address {address!r} is not a URL such as http://10.0.0.7:30100")
 
 
-def _check_host_dir(directory: Path | None) -> None:
+def _check_base(base: Path) -> None:
+    """A server that runs already may have booted from it long ago; this replica still has to read it."""
+    if not base.is_dir():
+        what = "is a file" if base.exists() else "no such directory"
+        raise UsageError(f"--base {base}: {what}; name the checkpoint directory that the engine boots from")
+
+
+def _make_directory(option: str, directory: Path | None) -> None:
     try:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--host-dir {directory} cannot be a directory: {error.strerror}") from None
+        raise UsageError(f"{option} {directory} cannot be a directory: {error.strerror}") from None
 
 
 def _url(options: argparse.Namespace, listener: socket.socket) -> str:

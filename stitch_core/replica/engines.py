@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import plugins
 from ..ports import Engine
+from ..urls import is_http
 from .asgi import App
 
 GROUP = "stitch.engines"
@@ -37,6 +38,8 @@ async def open_engine(name: str, checkpoint: Path, options: Mapping[str, str]) -
     raises for a checkpoint that it cannot run.
     """
     if name.startswith(("http://", "https://")):
+        if not is_http(name):
+            raise EngineOptionError(f"{name!r} is not the URL of a server, such as http://127.0.0.1:30000")
         from .sidecar import open_server
 
         return await open_server(name, options)

@@ -15,6 +15,7 @@ from stitch_core.digits import whole
 from stitch_core.gathering import all_of
 from stitch_core.ports import Clock, NotFound, Pool, ReplicaAddress, Store, StoreError, SystemClock
 from stitch_core.stores import open_store as open_store_url
+from stitch_core.urls import is_http
 
 PREFIX = "replicas/"
 # A record that expired longer ago (seconds) is of a replica that was killed, not of one that is late.
@@ -33,7 +34,7 @@ class StaticPool:
     def __init__(self, urls: Sequence[str]) -> None:
         """Raises ValueError for what is not an http URL."""
         for url in urls:
-            if not _is_address(url):
+            if not is_http(url):
                 raise ValueError(f"{url!r} is not the URL of a replica, such as http://10.0.0.7:30100")
         if not urls:
             raise ValueError("no replicas were named")
@@ -44,14 +45,6 @@ class StaticPool:
 
     async def close(self) -> None:
         return
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port, such as 99999
-        return False
 
 
 @dataclass(frozen=True)
