@@ -44,8 +44,8 @@ def add_parser(commands: Commands) -> None:
         "manifests. Safe at any time, also twice at once: a replica that meets what is gone takes another\n"
         "way.\n\n"
         "  stitch gc --store file:/data/stitch --run my-run --dry-run\n\n"
-        "Floors are full checkpoints: the trainer's own, or those beside the chain ('stitch anchor') that\n"
-        "the publisher was told to use. A run without them keeps everything.",
+        "Floors are full checkpoints: the trainer's own, or those beside the chain ('stitch anchor'), which\n"
+        "trainers use from their next publish on, 'stitch publish' does not. Without any all is kept.",
     )  # fmt: skip
     add_store(parser)
     add_run(parser)

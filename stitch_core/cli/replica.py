@@ -62,8 +62,9 @@ def add_parser(commands: Commands) -> None:
         "Serve requests with an engine, and follow a run in the store: stage and verify each next version\n"
         "while serving, activate it in a short pause, say in every response which version made it.\n\n"
         "--engine embedded runs a small engine in this process, for tests and the local demo. --engine\n"
-        "http://127.0.0.1:30000 puts this replica as a sidecar in front of a stock SGLang server that was\n"
-        "started on the same --base checkpoint; clients then talk to the sidecar only.\n\n"
+        "http://127.0.0.1:30001 puts this replica as a sidecar in front of a stock SGLang server that was\n"
+        "started on the same --base checkpoint; clients then talk to the sidecar only. It pauses while\n"
+        "SGLang loads a checkpoint; 'sglang serve' with the plugin only copies (SGLANG_FORK.md).\n\n"
         "  stitch replica --store file:/data/stitch --run my-run --base /models/base \\\n"
         "      --engine http://127.0.0.1:30001 --port 30100\n\n"
         "An empty store is waited for; stderr and /ready say why. SIGTERM leaves rotation, lets requests\n"
@@ -75,10 +76,11 @@ def add_parser(commands: Commands) -> None:
     follow.add_argument("--run", metavar="ID", dest="run_id", help="follow this run")
     follow.add_argument("--channel", metavar="NAME", help=f"follow this channel (default: {DEFAULT_CHANNEL})")
     parser.add_argument(
-        "--engine", default="embedded", metavar="NAME|URL", help="embedded, or a server's URL"
+        "--engine", default="embedded", metavar="NAME|URL", help="embedded (default), or a server's URL"
     )
     parser.add_argument(
-        "--engine-opt", action="append", default=[], metavar="KEY=VALUE", help="an engine option; repeatable"
+        "--engine-opt", action="append", default=[], metavar="KEY=VALUE",
+        help="an engine option, of a server control_timeout=S (30) or update_timeout=S (540); repeatable",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
@@ -96,7 +98,7 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--kv-mode", choices=("in_place", "retract"), default="in_place",
-        help="at an activation keep the KV that running requests have computed, or compute it again",
+        help="at an activation keep the KV that running requests have computed (default), or recompute it",
     )  # fmt: skip
     parser.add_argument("--drain-all", action="store_true", help="let all requests end before an activation")
     parser.add_argument(

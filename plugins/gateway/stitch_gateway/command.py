@@ -73,7 +73,9 @@ def add_parser(commands: Commands) -> None:
         "--drain", type=seconds, default=60.0, metavar="S",
         help="seconds after that in which requests may end (60); what is left then is cut",
     )  # fmt: skip
-    parser.add_argument("--poll", type=interval, default=0.25, metavar="S", help="between looks at replicas")
+    parser.add_argument(
+        "--poll", type=interval, default=0.25, metavar="S", help="seconds between looks at replicas (0.25)"
+    )
     parser.add_argument(
         "--consumer",
         default="rollout",
@@ -86,7 +88,7 @@ def add_parser(commands: Commands) -> None:
         "nothing; needs --store and --run (with --facade: 0, for a synchronous loop)",
     )  # fmt: skip
     parser.add_argument(
-        "--head-poll", type=interval, default=0.5, metavar="S", help="between looks at the head (0.5)"
+        "--head-poll", type=interval, default=0.5, metavar="S", help="seconds between looks at the head (0.5)"
     )
     parser.add_argument(
         "--provenance", type=absolute_path, metavar="DIR",
