@@ -76,6 +76,8 @@ def test_a_step_is_done_again_with_other_variables_or_without_what_it_made(tmp_p
     mse, mae = (counting(tmp_path, {"MODE": mode, "WITH": "a b"}) for mode in ("MSE", "MAE"))
     assert [run(step).returncode for step in (mse, mse, mae, mae)] == [0] * 4
     assert (tmp_path / "log").read_text().count("once") == 2
+    assert run(counting(tmp_path, {"MODE": "MAE", "WITH": "a b", "NCCL_X": "1"})).returncode == 0
+    assert (tmp_path / "log").read_text().count("once") == 2  # a network's variable is no reason to convert
     (tmp_path / "models" / "made").rmdir()
     assert [run(mae).returncode for _ in range(2)] == [0, 0]
     assert (tmp_path / "log").read_text().count("once") == 3

@@ -32,6 +32,9 @@ RESTARTS = 20
 
 RAY_PORT = 6379
 
+ASIDE = ("AGENT_", "NCCL_")
+"""Begin the names of variables that change how checkpoints are made, at most, and not what is made."""
+
 SERVICE_IMAGE = "python:3.12-slim"
 """For what needs no GPU: gateway, compactor, collector."""
 
@@ -45,14 +48,16 @@ _REPOSITORIES = {"miles": "https://github.com/radixark/miles", "slime": "https:/
 def once(step: Process, site: Site) -> Process:
     """A step that is not done again where it was done; one that makes no checkpoint sees for itself.
 
-    What its variables say is a part of what is done: they become words of the command.
+    What its variables say is a part of what is done: they become words of the command, but for those that
+    make no other bytes.
     """
     if step.makes is None:
         return step
-    variables = [f"{name}={value}" for name, value in sorted(step.environment.items())]
+    aside = {name: value for name, value in step.environment.items() if name.startswith(ASIDE)}
+    variables = [f"{name}={value}" for name, value in sorted(step.environment.items()) if name not in aside]
     given = ("env", *variables) if variables else ()
     words = ("python3", "-m", "stitch_recipes.launch.once", f"{site.models}/.prepared", step.makes)
-    return dataclasses.replace(step, argv=(*words, str(step.nodes), *given, *step.argv), environment={})
+    return dataclasses.replace(step, argv=(*words, str(step.nodes), *given, *step.argv), environment=aside)
 
 
 def alone(recipe: Recipe, site: Site) -> list[Process]:
