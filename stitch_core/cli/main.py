@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import logs, plugins
@@ -36,6 +37,7 @@ COMMANDS = (
     "provenance", "scale",
 )  # fmt: skip
 PLUGINS = "stitch.commands"
+DISTRIBUTION = "stitch-rl"
 
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
@@ -53,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "made it.",
         epilog="Stores are URLs, such as file:/dir. 'stitch COMMAND --help' explains a command.",
     )
+    parser.add_argument("--version", action="version", version=_release())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"{__package__}.{name}").add_parser(commands)
@@ -62,6 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
         except plugins.PluginMissing as error:
             _add_missing(commands, name, str(error))
     return parser
+
+
+def _release() -> str:
+    try:
+        return f"stitch {version(DISTRIBUTION)}"
+    except PackageNotFoundError:
+        return "stitch, from a clone that is not installed"
 
 
 def _add_missing(commands: Commands, name: str, why: str) -> None:

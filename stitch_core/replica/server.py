@@ -8,6 +8,7 @@ import errno
 import socket
 from typing import Any
 
+from ..stores.probe import error_text
 from ..versions import Refusal, malformed
 from .asgi import App, encode_json
 
@@ -42,7 +43,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(f"port {port} on {host} is in use by another process") from None
-        raise
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise OSError(f"{host} is not an address of this machine: {error.strerror}") from None
+        raise OSError(f"port {port} on {host}: {error_text(error)}") from None
     return listener
 
 

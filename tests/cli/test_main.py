@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import shlex
 import subprocess
 import sys
@@ -135,6 +136,15 @@ def test_a_working_directory_that_is_gone(arguments: list[str], tmp_path: Path) 
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"stitch {arguments[0]}: ")
     assert last.endswith("lies in the working directory, which is not there any more: change to one that is")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in (("numpy", "stitch [0-9]+[.]"), ("no-such-distribution", "stitch, from a clone")):
+        monkeypatch.setattr(module, "DISTRIBUTION", name)
+        with pytest.raises(SystemExit) as exit:
+            main(["--version"])
+        assert exit.value.code == 0
+        assert re.match(said, capsys.readouterr().out)
 
 
 def test_an_interrupt_while_it_starts_was_a_traceback() -> None:

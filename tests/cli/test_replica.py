@@ -81,7 +81,7 @@ class Running:
 
     async def ready_says(self, condition: Callable[[int, Any], bool]) -> Any:
         """What ``/ready`` says once ``condition`` holds of its status and body."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 code, body = await self.get("/ready")
                 if condition(code, body):
@@ -97,7 +97,7 @@ async def running(shell: Shell, capsys: pytest.CaptureFixture[str], *more: objec
     options = build_parser().parse_args(arguments(shell, "--json", "--poll", 0.02, *more))
     task = asyncio.ensure_future(replica.run(options))
     said, complaints = "", ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not said and not task.done():
             await asyncio.sleep(0.01)
             captured = capsys.readouterr()
@@ -110,7 +110,7 @@ async def running(shell: Shell, capsys: pytest.CaptureFixture[str], *more: objec
     finally:
         # The command has set the handler; it is what a supervisor sends.
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await task == 0
 
 
@@ -144,7 +144,7 @@ async def test_an_empty_store_is_waited_for(
         await publish(shell)
         await life.serves(1)
         assert ENGINES[0].label == "r/weight_v000001"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (record := json.loads(announced.read_bytes()))["applied"] != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert record["address"] == life.url
@@ -220,6 +220,7 @@ def test_a_port_in_use(shell: Shell) -> None:
             ("--host", "no-such-host.invalid"),
             "stitch replica: no-such-host.invalid is not an address of this machine",
         ),
+        (("--host", "192.0.2.1"), "192.0.2.1 is not an address of this machine"),
         (("--base", "/nowhere/base"), "/nowhere/base: no such directory"),
     ],
 )
@@ -284,7 +285,7 @@ async def test_it_uploads_fulls_from_its_host_checkpoint(
     async with running(shell, capsys, *more) as one:
         await one.serves(1)
         fulls = Path(shell.store.removeprefix("file:")) / "runs/r/fulls"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not list(fulls.glob("000001.*.json")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert not (scratch / "anchor").exists()

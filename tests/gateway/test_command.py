@@ -14,6 +14,7 @@ from stitch_core.cli.main import main
 from stitch_core.head import Head, head_key
 from stitch_core.manifest import manifest_key
 from stitch_core.stores import open_store
+from stitch_gateway import command
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,19 @@ def test_a_lag_is_a_number(lag: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_numbers_that_mean_nothing(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gateway", "--store", "file:/nowhere", f"{option}={value}"])
-    assert f"argument {option}: invalid" in capsys.readouterr().err
+    assert f"argument {option}: expected a " in capsys.readouterr().err
+
+
+async def test_a_store_that_was_mistyped_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The gateway waits for it, and said nothing."""
+    store = open_store(f"file:{tmp_path / 'none'}")
+    await command._tell_if_away(store)
+    said = capsys.readouterr().err
+    assert said.startswith("the store cannot be read, and is tried again: there is no directory")
+    (tmp_path / "none").mkdir()
+    await command._tell_if_away(store)
+    assert capsys.readouterr().err == ""
+    await store.close()
 
 
 @pytest.mark.slow
@@ -61,7 +74,7 @@ async def test_a_facade_over_a_store(tmp_path: Path) -> None:
     head = Head(3, 1, manifest_key(3, 1), "sha256:" + "0" * 64, "writer")
     await store.replace(head_key("r"), head.encode())
     await store.close()
-    command = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--store", f"file:{tmp_path}"]
+    words = [sys.executable, "-m", "stitch_core.cli", "gateway", "--json", "--store", f"file:{tmp_path}"]
     options = [
         "--run",
         "r",
@@ -76,7 +89,7 @@ async def test_a_facade_over_a_store(tmp_path: Path) -> None:
         "dtype=bfloat16",
     ]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = await asyncio.create_subprocess_exec(*command, *options, stdout=PIPE, env=paths)
+    process = await asyncio.create_subprocess_exec(*words, *options, stdout=PIPE, env=paths)
     try:
         assert process.stdout is not None
         url = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))["url"]
@@ -89,4 +102,4 @@ async def test_a_facade_over_a_store(tmp_path: Path) -> None:
         assert (info["tp_size"], info["dtype"], info["weight_version"]) == (4, "bfloat16", "3")
     finally:
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -20,11 +21,13 @@ from stitch_core.cli.common import (
     key_values,
     opened_store,
     port,
+    say,
     seconds,
     stop_on_signals,
     tokens_of,
 )
-from stitch_core.ports import Pool, Store, SystemClock
+from stitch_core.hints import RECORDS
+from stitch_core.ports import Pool, Store, StoreError, SystemClock
 from stitch_core.replica.auth import REPLICA_VARIABLE, outgoing
 from stitch_core.versions import check_run_id, request_scope
 
@@ -133,6 +136,9 @@ async def run(options: argparse.Namespace) -> int:
         raise UsageError("where are the replicas? Give --store, --pool or --replica")
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(opened_store(options.store)) if options.store else None
+        if store is not None:
+            looking = asyncio.create_task(_tell_if_away(store))
+            stack.callback(looking.cancel)
         if options.pool:
             pool = _opened_pool(options.pool)
             stack.push_async_callback(pool.close)
@@ -143,6 +149,14 @@ async def run(options: argparse.Namespace) -> int:
             pool = StorePool(store, SystemClock())
         await _serve(options, pool, store)
     return 0
+
+
+async def _tell_if_away(store: Store) -> None:
+    """A store that is away is waited for; one that was mistyped would be for good, without a word."""
+    try:
+        await store.list(RECORDS)
+    except StoreError as error:
+        say(f"the store cannot be read, and is tried again: {error}")
 
 
 async def _serve(options: argparse.Namespace, pool: Pool, store: Store | None) -> None:
