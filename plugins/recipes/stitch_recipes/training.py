@@ -32,6 +32,20 @@ ORIGIN = "STITCH_MADE_OF"
 """Of a step that makes a checkpoint: a digest of all that it is made of, so that a change makes it anew."""
 
 
+# The command has a shell of its own: of a list such as `a && b` its end tells, where set -e would go on.
+MAKES_DIRECTORY = """set -e
+rm -rf "$1.new"
+bash -ec "$2"
+rm -rf "$1"
+mv "$1.new" "$1"
+"""
+MAKES_FILE = """set -e; [[ ! -e $1 ]] || exit 0
+mkdir -p "$(dirname "$1")"
+bash -ec "$2"
+mv "$1.new" "$1"
+"""
+
+
 def prepare(recipe: Recipe, site: Site) -> list[Process]:
     """What makes the recipe's files, in order: prompts, downloads, conversions, Megatron's own format."""
     steps = _data(recipe.trainer, site) if recipe.trainer else []
@@ -58,10 +72,10 @@ def _conversion(recipe: Recipe, site: Site, name: str, made: Prepared, gpus: boo
     command = made.command.strip()
     for word, path in {"source": source, "target": f"{target}.new", **HOME}.items():
         command = command.replace(f"{{{word}}}", shlex.quote(path))
-    script = f'set -e\nrm -rf "$1.new"\n{command}\nrm -rf "$1"\nmv "$1.new" "$1"'
     trainer = recipe.trainer
     environment = {**(trainer.environment if trainer else {}), ORIGIN: _origin(recipe, name)}
-    return Process(("bash", "-c", script, "prepare", target), environment, gpus=gpus, makes=target)
+    argv = ("bash", "-c", MAKES_DIRECTORY, "prepare", target, command)
+    return Process(argv, environment, gpus=gpus, makes=target)
 
 
 def _origin(recipe: Recipe, name: str) -> str:
@@ -241,9 +255,8 @@ def _data(chosen: Trainer, site: Site) -> list[Process]:
             script = """[[ -e $1 ]] || { printf '%s is not there: %s\\n' "$@" >&2; exit 1; }"""
             steps.append(Process(("bash", "-c", script, "data", target, data.what)))
         else:
-            made = data.command.strip().replace("{target}", '"$1.new"')
-            script = f'set -e; [[ ! -e $1 ]] || exit 0\nmkdir -p "$(dirname "$1")"\n{made}\nmv "$1.new" "$1"'
-            steps.append(Process(("bash", "-c", script, "data", target)))
+            made = data.command.strip().replace("{target}", shlex.quote(f"{target}.new"))
+            steps.append(Process(("bash", "-c", MAKES_FILE, "data", target, made)))
     return steps
 
 

@@ -24,11 +24,25 @@ def problems(recipe: Recipe) -> Iterator[str]:
         for word in ("{source}", "{target}"):
             if checkpoint.prepared is not None and word not in checkpoint.prepared.command:
                 yield f"checkpoints.{name}.prepared.command: it does not say {word}"
+        made = checkpoint.prepared
+        if made is not None and made.gpus and recipe.trainer is None and name in _made_for(recipe):
+            yield f"checkpoints.{name}.prepared.gpus: they are a trainer's, and this recipe only serves"
     if recipe.serve in recipe.checkpoints:
         yield from _left_out(recipe)
     for path in recipe.unknown:
         if not _is_path(recipe, path.split(".")):
             yield f"unknown.{path}: there is no such field"
+
+
+def _made_for(recipe: Recipe) -> set[str]:
+    """The served checkpoint, and what it is made of."""
+    names: set[str] = set()
+    name: str | None = recipe.serve
+    while name is not None and name in recipe.checkpoints and name not in names:
+        names.add(name)
+        made = recipe.checkpoints[name].prepared
+        name = made.of if made is not None else None
+    return names
 
 
 def _of_itself(recipe: Recipe, name: str) -> bool:

@@ -184,8 +184,8 @@ def _array(words: list[str]) -> str:
 def _prepare(recipe: Recipe, site: Site) -> str:
     """Steps by the trainer's programs are for its hosts; a replica's host can download."""
     target = shlex.quote(processes.directory(recipe, site, recipe.serve))
-    served = training.prepare(recipe.model_copy(update={"trainer": None}), site)
-    if any(step.makes for step in served):
+    served = alone(recipe.model_copy(update={"trainer": None}), site)
+    if recipe.trainer is not None and any(step.makes for step in served):
         lacks = f"{target} is made by the trainer: share {site.models}, or copy all of it to this host"
         fetch = f"python3 -m stitch_recipes.launch.whole {target} || die {shlex.quote(lacks)}\n"
     else:
