@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,15 @@ import pytest
 from stitch_core import plugins
 from stitch_core.replica.reconciler import Follow
 from stitch_sglang.refuse import NotCovered, refuse
-from stitch_sglang.settings import OPTIONS, Settings, SettingsError, add_flags, asked_for, export_flags
+from stitch_sglang.settings import (
+    OPTIONS,
+    Settings,
+    SettingsError,
+    add_flags,
+    asked_for,
+    export_flags,
+    variable,
+)
 
 
 def test_without_store_and_receive_there_are_none() -> None:
@@ -64,6 +73,12 @@ def test_a_receiver(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_named(variables: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Settings.read(variables)
+
+
+def test_every_setting_has_its_row_in_the_manual() -> None:
+    manual = (Path(__file__).resolve().parents[2] / "SGLANG_FORK.md").read_text()
+    rows = re.findall(r"`(STITCH_[A-Z_]+)`", manual.split("\n## Settings\n")[1].split("\n## ")[0])
+    assert set(rows) == {variable(name) for name in OPTIONS}
 
 
 def test_flags_become_variables() -> None:
