@@ -13,6 +13,7 @@ from typing import Any
 
 from .digits import decimal, whole
 from .hints import RECORDS
+from .manifest import read_time
 from .ports import Clock, Store, StoreError
 from .versions import directory_name
 
@@ -100,9 +101,9 @@ def _seen(data: bytes, before: Seen | None, now: float) -> Seen:
         return before
     try:
         record: Any = json.loads(data)
-        expires = float(record["expires"])
+        expires = read_time(record["expires"], "expires")
         # Both times are of the replica's own clock, so that their difference is right even if it is not.
-        lifetime = expires - float(record.get("time", now))
+        lifetime = expires - read_time(record.get("time", now), "time")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Seen(data, now)
     return Seen(data, min(expires, now + lifetime) if before is None else now + lifetime)

@@ -17,6 +17,7 @@ from .manifest import (
     read_manifest_key,
     read_run,
     read_sha256,
+    read_time,
     run_prefix,
 )
 from .versions import PolicyVersion, check_run_id
@@ -69,11 +70,9 @@ class Head:
         if found is None or found[0] != number or found[1] > epoch:
             raise FormatError(f"{where}: {key!r} is not the key of version {number} up to epoch {epoch}")
         writer: Any = value.get("writer")
-        time: Any = value.get("time")
         if not isinstance(writer, str) or not writer:
             raise FormatError(f"{where}: writer is missing")
-        if not isinstance(time, int | float) or isinstance(time, bool):
-            raise FormatError(f"{where}: time must be a number of seconds")
+        time = read_time(value.get("time"), where)
         digest = read_sha256(value.get("digest"), f"{where}: digest")
         return cls(number, epoch, key, digest, writer, time, _ranges(value.get("abandoned", []), where))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
+from .manifest import read_time
 from .ports import Clock, NotFound, Store, stamp_of
 from .retry import Retry, retrying
 
@@ -57,13 +57,13 @@ def read_fetching(record: bytes, run: str) -> Fetching | None:
     """None where a record says nothing of ``run``: it is damaged, of another run, or fetches nothing."""
     try:
         said: Any = json.loads(record)
-        expires, digests = float(said["expires"]), list(said.get("fetching") or ())
-        target, written = said.get("target"), float(said.get("time", said["expires"]))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        expires, digests = read_time(said["expires"], "expires"), list(said.get("fetching") or ())
+        target, written = said.get("target"), read_time(said.get("time", expires), "time")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if isinstance(target, str) and not target.startswith(f"{run}/"):
         return None
-    if not digests or not math.isfinite(expires) or not math.isfinite(written):
+    if not digests:
         return None
     mine = frozenset(digest for digest in digests if isinstance(digest, str))
     return Fetching(mine, expires, max(expires - written, 0.0))

@@ -40,12 +40,17 @@ def line(message: str, *, level: str = "info", logger: str = "stitch", at: float
     return json.dumps({**fields, **said, "message": message}, default=str)
 
 
+def visible(text: str, kept: str = "\n\t") -> str:
+    """``text`` with what moves a cursor or colours a terminal escaped: names in a store are anybody's."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def tell(text: str, *, level: str = "info") -> None:
     """A line on stderr, as JSON where that is asked for. That it is full, closed or not read ends nobody."""
     stream = sys.stderr
     if stream is not None:  # it is None where the descriptor was closed from the start
         with contextlib.suppress(OSError, ValueError):
-            print(line(text, level=level) if asked() else text, file=stream, flush=True)
+            print(line(text, level=level) if asked() else visible(text), file=stream, flush=True)
 
 
 class JsonFormatter(logging.Formatter):

@@ -235,11 +235,9 @@ class Manifest:
             raise FormatError(f"{where}: a delta names its floor, a full and version 0 have none")
         if floor and floor.number >= number:
             raise FormatError(f"{where}: floor {floor.number} is not below version {number}")
-        step, time = value.get("step"), value.get("time")
+        step, time = value.get("step"), read_time(value.get("time"), where)
         if step is not None:
             read_count(step, f"{where}: step")
-        if not isinstance(time, int | float) or isinstance(time, bool):
-            raise FormatError(f"{where}: time must be a number of seconds")
         producer, metadata = value.get("producer"), value.get("metadata")
         if not isinstance(producer, dict) or not isinstance(metadata, dict):
             raise FormatError(f"{where}: producer and metadata must be objects")
@@ -336,9 +334,20 @@ def read_run(value: dict[str, Any], where: str) -> str:
         raise FormatError(f"{where}: {error}") from None
 
 
+LONGEST_TIME = 1e11
+"""Seconds, 3,000 years: what one can reckon with and write as a date."""
+
+
 def read_count(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise FormatError(f"{where}: expected a non-negative integer, got {value!r}")
+    return value
+
+
+def read_time(value: Any, where: str) -> float:
+    """A wall time in a document, in seconds, such that one can reckon with it; FormatError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LONGEST_TIME:
+        raise FormatError(f"{where}: time must be a number of seconds")
     return value
 
 

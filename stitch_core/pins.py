@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from .chain import ChainReader
 from .gathering import all_of
 from .lineage import NoPlan, Source
 from .manifest import (
-    FormatError,
     Manifest,
     PayloadFile,
     canonical_json,
@@ -18,6 +16,7 @@ from .manifest import (
     read_document,
     read_run,
     read_sha256,
+    read_time,
 )
 from .planner import Planner
 from .ports import AlreadyExists, NotFound, Store
@@ -60,9 +59,7 @@ class Pin:
     def decode(cls, data: bytes, where: str = "pin") -> Pin:
         """Read and check a pin; FormatError."""
         value = read_document(data, PIN_FORMAT, where)
-        time: Any = value.get("time")
-        if not isinstance(time, int | float) or isinstance(time, bool):
-            raise FormatError(f"{where}: time must be a number of seconds")
+        time = read_time(value.get("time"), where)
         number = read_count(value.get("number"), f"{where}: number")
         return cls(read_run(value, where), number, read_sha256(value.get("digest"), f"{where}: digest"), time)
 

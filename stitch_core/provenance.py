@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .manifest import read_time
+
 SUFFIX = ".jsonl"
 HOUR = 3600
 
@@ -70,8 +72,8 @@ class Lines:
                 for raw in file:
                     try:
                         line = json.loads(raw)
-                        float(line["time"])
-                    except (ValueError, KeyError, TypeError):
+                        read_time(line["time"], "time")
+                    except (ValueError, KeyError, TypeError, RecursionError):
                         self.bad += 1
                     else:
                         yield line

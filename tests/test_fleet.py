@@ -51,6 +51,10 @@ def test_who_counts() -> None:
     leaving = record(90, "other", "r/weight_v000007")
     assert count([booting, leaving, record(None, None, None)], "r", 7, 1000.0) == Fleet(0, 2)
     assert count([record("9"), record(True, expires="x")], "r", 7, 1000.0) == Fleet(0, 0)  # type: ignore[arg-type]
+    # A time that no float can hold ended the publisher that waited.
+    times: list[Any] = [10**400, float("inf"), float("nan"), True]
+    assert count([record(7, expires=time) for time in times], "r", 7, 1000.0) == Fleet(0, 0)
+    assert count([record(7, time=time) for time in times], "r", 7, 1000.0) == Fleet(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ from stitch_core.delta import DeltaError, overwrite, wire
 from stitch_core.delta.merge import merge_deltas
 from stitch_core.dialects import INDEX_NAME, read_index
 from stitch_core.files import PosixFiles
+from stitch_core.head import Head
 from stitch_core.host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from stitch_core.lineage import Plan
 from stitch_core.manifest import FormatError, Manifest
+from stitch_core.pins import Pin
 from stitch_core.planner import Planner
 from stitch_core.safetensors import CheckpointError, read_header
 from stitch_core.testing.faults import FaultPlan, Faults
@@ -351,3 +353,13 @@ def test_a_manifest_with_a_number_that_is_too_large(tmp_path: Path) -> None:
     for number in ("9" * 5000, "1e400", "-1", "1.0"):
         with pytest.raises(FormatError):
             Manifest.decode(data.replace(b'"number":0', b'"number":' + number.encode()), "x")
+
+
+@pytest.mark.parametrize("time", [10**400, -(10**400), 1e12, True, "1"])
+def test_a_time_that_nothing_can_reckon_with(time: Any) -> None:
+    """A head of the year 10**392 ended 'stitch status' and a collector with an OverflowError."""
+    digest, key = "sha256:" + "0" * 64, "manifests/000001.e0001.json"
+    head, pin = Head(1, 1, key, digest, "w", time), Pin("r", 1, digest, time)
+    for decode, data in ((Head.decode, head.encode()), (Pin.decode, pin.encode())):
+        with pytest.raises(FormatError, match="time must be a number of seconds"):
+            decode(data, "x")

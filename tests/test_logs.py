@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from stitch_core import logs
-from stitch_core.cli.common import say
+from stitch_core.cli.common import say, table
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,14 @@ def test_a_full_disk_under_the_log_ended_what_wrote_there(
     """A replica that said what stands in its way ended by it."""
     monkeypatch.setattr(sys, "stderr", stderr)
     logs.tell("all is well")
+
+
+def test_a_name_in_a_store_does_not_colour_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.tell("replica \x1b[31mred\x07, \x9bcleared, \ud800 half\nthe next line, täglich")
+    said = capsys.readouterr().err
+    assert said == "replica \\x1b[31mred\\x07, \\x9bcleared, \\ud800 half\nthe next line, täglich\n"
+    rows = table(("id",), [("a\nb\x1b[2J",)])
+    assert rows == "id\na\\nb\\x1b[2J"
 
 
 def test_what_is_told_is_one_line(

@@ -247,8 +247,10 @@ async def test_a_version_far_below_is_found_by_its_digest(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b'{"expires":"x"}', b'{"expires":Infinity,"fetching":[1,{}]}', b"null"]
-)
+    "data",
+    [b"", b"{", b"[]", b'{"expires":"x"}', b'{"expires":Infinity,"fetching":[1,{}]}', b"null",
+     b'{"expires":1%s,"fetching":["x"]}' % (b"0" * 400)],
+)  # fmt: skip
 async def test_a_damaged_replica_record_stops_nothing(run: Run, data: bytes) -> None:
     run.memory.state.objects["replicas/x.json"] = data
     await collect(run, grace=3600.0)

@@ -249,11 +249,15 @@ def say(text: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns, aligned."""
-    lines = [list(header), *([("-" if cell is None else str(cell)) for cell in row] for row in rows)]
+    lines = [list(header), *([("-" if cell is None else _cell(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _cell(value: Any) -> str:
+    return logs.visible(str(value), kept="")
 
 
 def size_text(size: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from ..chain import PARALLEL_READS, ChainReader, NoHead
 from ..hints import RECORDS
 from ..legacy import legacy_pointer
+from ..manifest import read_time
 from ..ports import NotFound, Store, StoreError, stamp_of
 from ..stores.bounded import BoundedStore
 from ..versions import check_run_id
@@ -135,13 +136,14 @@ async def _replica(store: Store, key: str) -> dict[str, Any] | None:
     """
     try:
         record = json.loads((await store.load(key)).data)
-        name, written, expires = str(record["id"]), float(record["time"]), float(record["expires"])
+        name = str(record["id"])
+        written, expires = read_time(record["time"], "time"), read_time(record["expires"], "expires")
         asked = time.time()
         stamp = await stamp_of(store, key)
         here = time.time()
     except NotFound:
         return None  # it left since it was listed
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, StoreError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, StoreError) as error:
         return {"id": key, "error": f"its record cannot be read: {error!r}"}
     age = here - written if stamp is None else stamp.age
     return {

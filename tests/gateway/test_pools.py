@@ -54,7 +54,8 @@ async def test_records_in_the_store() -> None:
     "data",
     [
         b"", b"{", b"[]", b"5", b"\xff", b"{}", record(address=5), record(address="file:///etc"),
-        record(expires="x"), record(expires=None),
+        record(expires="x"), record(expires=None), record(expires=10**400), record(time=10**400),
+        record(expires=float("inf")), record(expires=float("nan")), record(time=True),
     ],
 )  # fmt: skip
 async def test_record_that_cannot_be_read_hides_no_other(data: bytes) -> None:

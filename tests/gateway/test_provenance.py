@@ -180,7 +180,13 @@ async def test_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         return json.dumps({**base, **fields}) + "\n"
 
     (tmp_path / "b.jsonl").write_text(
-        line(time=7300.0, id="b", oldest=7, spans=[[7, 0, 2], [9, 2, 4]]) + '{"time": 1, "torn'
+        line(time=7300.0, id="b", oldest=7, spans=[[7, 0, 2], [9, 2, 4]])
+        + line(time="7300")
+        + line(time=float("inf"))
+        + line(time=10**400)
+        + "[" * 100_000
+        + "\n"
+        + '{"time": 1, "torn'
     )
     (tmp_path / "a.jsonl").write_text(
         line() + line(id="c", session="other", head=None) + line(time=11000.0, consumer="eval", oldest=4)
@@ -190,7 +196,7 @@ async def test_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     answer = json.loads(said.out)
     assert answer["versions"] == {"r": [7, 9]}
     assert [found["id"] for found in answer["answers"]] == ["a", "b", "a"]
-    assert said.err == "1 lines cannot be read\n"
+    assert said.err == "5 lines cannot be read\n"
     assert await command.run(options(paths=[tmp_path], request="c")) == 0
     assert json.loads(capsys.readouterr().out)["answers"][0]["session"] == "other"
     assert await command.run(options(paths=[tmp_path], session="nobody")) == 1

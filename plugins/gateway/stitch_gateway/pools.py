@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from stitch_core.digits import whole
 from stitch_core.gathering import all_of
+from stitch_core.manifest import read_time
 from stitch_core.ports import Clock, NotFound, Pool, ReplicaAddress, Store, StoreError, SystemClock
 from stitch_core.stores import open_store as open_store_url
 from stitch_core.urls import is_http
@@ -105,12 +106,12 @@ class StorePool:
         try:
             data = (await self._store.load(key)).data
             record: Any = json.loads(data)
-            expires, url = float(record["expires"]), record["address"]
+            expires, url = read_time(record["expires"], "expires"), record["address"]
             if not url.startswith(("http://", "https://")):
                 return None
             wall, now, before = self._clock.time(), self._clock.monotonic(), self._read.get(key)
             # Both times are of the replica's own clock, so that their difference is right even if it is not.
-            lifetime = min(max(expires - float(record.get("time", wall)), 0.0), LONGEST_UNREAD)
+            lifetime = min(max(expires - read_time(record.get("time", wall), "time"), 0.0), LONGEST_UNREAD)
             if before is None:
                 fresh = now + min(expires - wall, lifetime) if wall <= expires + self._long_gone else None
             else:
