@@ -223,35 +223,36 @@ def test_a_conversion_has_room_where_its_ranks_meet() -> None:
     """A container has 64 MB of /dev/shm, of which NCCL takes more."""
     documents = manifests(catalogue.load("glm-4.5-air/fp8"))
     for name, places in (("math-prepare", {"/models", "/data"}), ("math-convert", {"/models", "/dev/shm"})):
-        job = one(documents, "Job", name)
-        steps = [s for s in job["spec"]["template"]["spec"]["initContainers"] if s["name"].startswith("step")]
+        spec = one(documents, "Job", name)["spec"]["template"]["spec"]
+        steps = [s for s in [*spec["initContainers"], *spec["containers"]] if s["name"].startswith("step")]
         assert len(steps) == 2
         for step in steps:
             assert {mount["mountPath"] for mount in step["volumeMounts"]} == places
 
 
 @pytest.mark.parametrize("recipe", cases(trained=True))
-def test_no_gpu_is_held_while_checkpoints_are_downloaded(recipe: Recipe) -> None:
-    """One Job did both: 8 GPUs waited for terabytes. It is the last Job that claims, after it has waited."""
+def test_no_gpu_is_held_while_checkpoints_are_downloaded_or_read_for_the_claim(recipe: Recipe) -> None:
+    """One Job did all: 8 GPUs waited for terabytes. The last one claims, after it has waited."""
     documents = manifests(recipe)
-    fetching = one(documents, "Job", "math-prepare")["spec"]["template"]["spec"]
-    assert "nvidia.com/gpu" not in str(fetching)
-    assert "nodeSelector" not in fetching
-    assert "hf download" in str(fetching)
-    later = [d for d in documents if d["kind"] == "Job" and d["metadata"]["name"] == "math-convert"]
-    for job in later:
-        spec = job["spec"]["template"]["spec"]
-        wait, *steps = spec["initContainers"]
-        assert "hf download" not in str(spec)
+    jobs = {d["metadata"]["name"]: d for d in documents if d["kind"] == "Job"}
+    specs = {name.removeprefix("math-"): d["spec"]["template"]["spec"] for name, d in jobs.items()}
+    assert "hf download" in str(specs["prepare"])
+    for name in {"prepare", "claim"} & set(specs):
+        assert "nvidia.com/gpu" not in str(specs[name])
+        assert "nodeSelector" not in specs[name]
+    assert [name for name, spec in specs.items() if "stitch claim" in str(spec)] == [
+        "claim" if "convert" in specs else "prepare"
+    ]
+    if "convert" in specs:
+        wait, *steps = [*specs["convert"]["initContainers"], *specs["convert"]["containers"]]
+        assert "hf download" not in str(specs["convert"])
         assert "resources" not in wait
         assert all("nvidia.com/gpu" in str(step["resources"]) for step in steps)
-        (done,), (last,) = fetching["containers"], spec["containers"]
+        (done,), (converted,) = specs["prepare"]["containers"], specs["claim"]["initContainers"]
         marker = done["command"][-1].rpartition(" ")[2]
         assert marker.startswith("/models/.prepared/")
         assert f"ls {marker}" in wait["command"][-1]
-        assert "stitch claim" in last["command"][-1]
-    claims = [d for d in documents if d["kind"] == "Job" and "stitch claim" in str(d)]
-    assert len(claims) == 1
+        assert converted["command"][-1].count("/models/.prepared/") == len(steps)
 
 
 def test_agents_reach_the_session_server_of_the_trainers_head() -> None:
@@ -315,6 +316,8 @@ def test_nodes_that_convert_together_are_not_held_while_checkpoints_are_download
         f"kubectl --namespace default {wait} job/math-prepare",
         "kubectl --namespace default apply -f 1-prepare-convert.yaml",
         f"kubectl --namespace default {wait} job/math-convert",
+        "kubectl --namespace default apply -f 1-prepare-claim.yaml",
+        f"kubectl --namespace default {wait} job/math-claim",
         "kubectl --namespace default apply -f 1-prepare-together.yaml",
         f"kubectl --namespace default {wait} job/math-together",
         "kubectl --namespace default apply -f .",

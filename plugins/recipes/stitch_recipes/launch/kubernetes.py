@@ -35,7 +35,8 @@ def render(recipe: Recipe, site: Site) -> list[File]:
     several = convert(recipe, recipe.trainer, site) if recipe.trainer else []
     jobs = {"1-prepare.yaml": (_PREPARE, made[:1])}
     if made[1:]:
-        jobs["1-prepare-convert.yaml"] = (_CONVERT, made[1:])
+        jobs["1-prepare-convert.yaml"] = (_CONVERT, made[1:2])
+        jobs["1-prepare-claim.yaml"] = (_CLAIM, made[2:])
     if several:
         jobs["1-prepare-together.yaml"] = (_TOGETHER, several)
     first = "\n".join(_first(site, name, manifests[-1]) for name, (_, manifests) in jobs.items())
@@ -64,8 +65,10 @@ Then:
   kubectl --namespace {namespace} apply -f .
 End it all; versions in the store and saves stay:
   kubectl --namespace {namespace} delete -f ."""
-_CONVERT = """What no repository has is made of what was fetched, on the GPUs of one of the trainer's nodes;
-then the run is created."""
+_CONVERT = (
+    """What no repository has is made of what was fetched, on the GPUs of one of the trainer's nodes."""
+)
+_CLAIM = """Creates the run, whose version 0 is the served checkpoint: all of it is read."""
 _TOGETHER = """What one node has no room for: the trained checkpoint in Megatron's format, by several of the
 trainer's nodes at once, after the run was created. If it fails, delete the Job and apply again."""
 _REPLICAS = """The replicas. More or fewer, at any time:

@@ -10,7 +10,16 @@ from .. import processes
 from ..processes import Process
 from ..schema import Recipe, Trainer
 from ..site import Site
-from .common import PREPARE_SECONDS, alone, engine_image, engine_setup, together, trainer_image, trainer_setup
+from .common import (
+    PREPARE_SECONDS,
+    alone,
+    engine_image,
+    engine_setup,
+    is_done,
+    together,
+    trainer_image,
+    trainer_setup,
+)
 from .pods import (
     Manifest,
     claim_volume,
@@ -32,22 +41,34 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def prepare(recipe: Recipe, site: Site) -> list[Manifest]:
-    """One Job, or two: what needs no GPU, then what does; the last one claims the run, if it is not there.
+    """Jobs, one after the other: what needs no GPU, what does, and the claim of a run that is not there.
 
-    Of each the steps come one after the other, as init containers.
+    Of each the steps come one after the other, as init containers. A pod holds what one of its containers
+    needs from its first to its last: downloads of hours have no GPU in theirs, and the claim, which reads the
+    served checkpoint, has none either.
     """
     made = alone(recipe, site)
-    # A pod holds what one of its containers needs from its first to its last: hours of downloads.
     first, later = [s for s in made if not s.gpus], [s for s in made if s.gpus]
     if not later:
         return [_steps(recipe, site, "prepare", first, [], _claim(recipe, site))]
     marker = _marker(site, first)
     done = Process(("bash", "-c", 'mkdir -p "${1%/*}" && touch "$1"', "done", marker))
-    waits = waiting("prepared", Process(("ls", marker)), site, PREPARE_SECONDS, mount("models", site.models))
     return [
         _steps(recipe, site, "prepare", first, [], done),
-        _steps(recipe, site, "convert", later, [waits], _claim(recipe, site)),
+        _steps(recipe, site, "convert", later[:-1], [_after("prepared", ("ls", marker), site)], later[-1]),
+        _steps(
+            recipe, site, "claim", [], [_after("converted", _marks(later, site), site)], _claim(recipe, site)
+        ),
     ]
+
+
+def _after(name: str, argv: tuple[str, ...], site: Site) -> Manifest:
+    return waiting(name, Process(argv), site, PREPARE_SECONDS, mount("models", site.models))
+
+
+def _marks(steps: Sequence[Process], site: Site) -> tuple[str, ...]:
+    """What fails until these steps were done."""
+    return ("ls", *(path for step in steps for path in is_done(step, site).argv[1:]))
 
 
 def _claim(recipe: Recipe, site: Site) -> Process:
@@ -64,27 +85,33 @@ def _marker(site: Site, steps: Sequence[Process]) -> str:
 def _steps(
     recipe: Recipe, site: Site, component: str, made: Sequence[Process], before: list[Manifest], last: Process
 ) -> Manifest:
-    """A Job: ``before``, the steps, and ``last`` of Stitch's own commands."""
-    trainer, on_gpus = recipe.trainer, any(step.gpus for step in made)
+    """A Job: ``before``, the steps, and ``last``: one more of them, or one of Stitch's own commands."""
+    trainer, on_gpus = recipe.trainer, last.gpus
     places = {"models": (site.models, site.models_claim)}
-    if trainer and trainer.data and not on_gpus:
+    if trainer and trainer.data and not on_gpus and made:
         places["data"] = (site.data, site.data_claim)
     files = [mount(name, place) for name, (place, _) in places.items()]
     image = trainer_image(trainer, site) if trainer else engine_image(recipe, site)
     setup = trainer_setup(trainer, site) if trainer else engine_setup(site)
-    steps = [
-        container(
-            f"step-{i}", image, script(setup, step), site,
+
+    def one(name: str, step: Process) -> Manifest:
+        return container(
+            name, image, script(setup, step), site,
             # Ranks of one node meet in /dev/shm, of which a container has 64 MB.
             volumeMounts=[*files, mount("shm", "/dev/shm")] if step.gpus else files,
             env=variables(step.environment),
             resources=of_a_trainer(trainer) if trainer and step.gpus else {},
-        )
-        for i, step in enumerate(made, 1)
-    ]  # fmt: skip
+        )  # fmt: skip
+
+    steps = [one(f"step-{i}", step) for i, step in enumerate(made, 1)]
+    ends = (
+        one(f"step-{len(made) + 1}", last)
+        if on_gpus
+        else service_container("last", last, site, volumeMounts=[mount("models", site.models)])
+    )
     spec = pod(
         site,
-        [service_container("last", last, site, volumeMounts=[mount("models", site.models)])],
+        [ends],
         initContainers=[*before, *steps],
         restartPolicy="Never",
         nodeSelector=site.trainer_nodes if on_gpus else {},
