@@ -1,7 +1,8 @@
-"""A pool that forgets its replicas: who still answers stays (case C18, promise 5)."""
+"""The view of a pool: one that forgets its replicas (case C18, promise 5), and the end of following it."""
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import aiohttp
@@ -29,7 +30,7 @@ async def with_view(server: Server, play: Callable[[Fleet, ForgetfulPool], Await
         fleet = Fleet(pool, session, random.Random(0), interval=0.01, refresh=0.01)
         following = asyncio.create_task(fleet.run())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not any(replica.ready for replica in fleet.replicas):
                     await fleet.changed.wait()
                 await play(fleet, pool)
@@ -63,3 +64,31 @@ async def test_who_comes_back_under_another_name_is_not_there_twice() -> None:
 
     server = Server()
     await with_view(server, play)
+
+
+async def test_a_probe_that_was_late_as_it_was_cancelled_went_on_for_ever() -> None:
+    """After a stall of the machine both were due in one turn, and the cancellation was lost."""
+    asked = asyncio.Queue[None]()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.put_nowait(None)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    pool = ForgetfulPool(ReplicaAddress("a", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    async with aiohttp.ClientSession() as session:
+        fleet = Fleet(pool, session, random.Random(0), interval=0.01, timeout=0.3)
+        following = asyncio.create_task(fleet.run())
+        await asked.get()
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_later(0.4, fleet._probes["a"].cancel)
+        time.sleep(0.6)  # noqa: ASYNC251
+        await asyncio.gather(fleet._probes["a"], return_exceptions=True)
+        await asyncio.sleep(0.5)
+        assert asked.empty()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    server.close()
+    await server.wait_closed()

@@ -24,6 +24,8 @@ LOADS_EVERY = 1.0
 # Probes in a row that may time out.
 MOST_LATE = 3
 LOADS = "/v1/loads?include=core"
+# asyncio's own timeout is used: aiohttp's may take a cancellation of the task for its own, and lose it.
+NO_TIMEOUT = aiohttp.ClientTimeout()
 
 
 GARBAGE = (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, TypeError, RecursionError, KeyError)
@@ -53,7 +55,7 @@ class Fleet:
         self._session = session
         self._rng = rng
         self._interval = interval
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._timeout = timeout
         self._refresh = refresh
         self._replicas: dict[str, Replica] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -152,7 +154,7 @@ class Fleet:
     async def _probe(self, replica: Replica) -> None:
         before = (replica.alive, replica.ready)
         try:
-            async with self._get(replica, "/ready") as response:
+            async with asyncio.timeout(self._timeout), self._get(replica, "/ready") as response:
                 body = await _bounded(response)
                 shut = f"it answered {response.status} to this gateway" if response.status in SHUT else None
                 status: Any = {} if shut else json.loads(body)
@@ -177,13 +179,13 @@ class Fleet:
     def _get(self, replica: Replica, path: str) -> Any:
         headers = dict(replica.headers)
         url = replica.url + path
-        return self._session.get(url, headers=headers, timeout=self._timeout, allow_redirects=False)
+        return self._session.get(url, headers=headers, timeout=NO_TIMEOUT, allow_redirects=False)
 
     async def _queue(self, replica: Replica) -> bool:
         """Ask the engine for its queue; whether it tells."""
         ours = replica.sequences
         try:
-            async with self._get(replica, LOADS) as response:
+            async with asyncio.timeout(self._timeout), self._get(replica, LOADS) as response:
                 if response.status != 200:
                     return False
                 queued = _queued(json.loads(await _bounded(response)))
