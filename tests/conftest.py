@@ -1,13 +1,17 @@
 """What every test shares: which folders need which modules, and that no test is skipped in silence."""
 
+import asyncio
 import importlib.util
 import os
-from collections.abc import Generator
+import types
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from hypothesis import settings
+
+from tests.virtual_time import VirtualLoop
 
 # The public test kit asserts on behalf of its users.
 pytest.register_assert_rewrite("stitch_core.testing")
@@ -65,6 +69,19 @@ def pytest_make_collect_report(
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     return refuse_skip(report)
+
+
+@pytest.fixture
+def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn looks ten times a second whether it should end, twice in each of hundreds of tests."""
+    ticking = types.SimpleNamespace(**vars(asyncio))
+    ticking.sleep = lambda seconds: asyncio.sleep(seconds / 20)
+    monkeypatch.setattr("uvicorn.server.asyncio", ticking)
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    virtual = item.get_closest_marker("virtual_time") is not None
+    return {"loop": VirtualLoop if virtual else asyncio.new_event_loop}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -178,7 +178,7 @@ async def test_the_next_version_ends_an_upload_and_waits_for_nothing(tmp_path: P
     while len(calls) <= at and not replica.anchors._task.done():  # type: ignore[union-attr]  # noqa: ASYNC110
         await asyncio.sleep(0)
     third = await replica.publish()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await replica.catch_up()
     replica.check(third)
     gate.set()
@@ -214,7 +214,7 @@ async def test_bytes_that_change_under_the_upload_are_never_in_the_store(tmp_pat
 
     replica.memory.create = late  # type: ignore[method-assign]
     await replica.catch_up()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not sources:  # noqa: ASYNC110
             await asyncio.sleep(0)
     third = await replica.publish()

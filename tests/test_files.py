@@ -145,12 +145,14 @@ def test_write_atomic_replaces(tmp_path: Path) -> None:
 
 
 def test_lock_excludes_threads_and_times_out(tmp_path: Path) -> None:
-    path, inside, order = tmp_path / "lock", threading.Event(), []
+    path, order = tmp_path / "lock", []
+    inside, enough = threading.Event(), threading.Event()
 
     def hold() -> None:
         with files.lock(path, 1):
             inside.set()
-            time.sleep(0.1)
+            enough.wait()
+            time.sleep(0.05)
             order.append("held")
 
     thread = threading.Thread(target=hold)
@@ -158,7 +160,8 @@ def test_lock_excludes_threads_and_times_out(tmp_path: Path) -> None:
     inside.wait()
     with pytest.raises(TimeoutError, match="locked by another"), files.lock(path, 0.02):
         pytest.fail("two hold the lock")
-    with files.lock(path, 5):
+    enough.set()
+    with files.lock(path, 60):
         order.append("next")
     thread.join()
     assert order == ["held", "next"]

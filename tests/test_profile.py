@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from stitch_core.ports import SystemClock
 from stitch_core.process_memory import listening_process, process_tree, resident
 from stitch_core.profile import (
     Moved,
@@ -28,8 +27,10 @@ from stitch_core.profile import (
 )
 from stitch_core.profile_moves import NotMoved, Receive
 from stitch_core.traffic import Json, ServerError, Traffic
+from tests.virtual_time import LoopClock
 
-CLOCK = SystemClock()
+CLOCK = LoopClock()
+pytestmark = pytest.mark.virtual_time
 QUICK = Settings(tokens=3, load=2, load_tokens=4, idle=0.05, tail=0.02, least=0.0, patience=5.0)
 
 

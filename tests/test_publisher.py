@@ -663,7 +663,7 @@ async def test_a_local_store_that_became_read_only_is_told_at_once(trainer: Trai
     await publisher.claim(trainer.version0)
     await trainer.publish(publisher)
     mount.read_only = True
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(PublishError, match=r"was not published: .*EROFS"):
             await trainer.publish(publisher)
         with pytest.raises(ClaimRefused, match=r"run r cannot be claimed: .*EROFS"):

@@ -33,13 +33,13 @@ class Call:
         self._gone = True
         self._incoming.put_nowait({"type": "http.disconnect"})
 
-    async def finished(self, timeout: float = 10.0) -> Call:
+    async def finished(self, timeout: float = 60.0) -> Call:
         """Wait until the app has returned; raises what it raised."""
         async with asyncio.timeout(timeout):
             await self._task
         return self
 
-    async def until(self, condition: Callable[[Call], bool], timeout: float = 10.0) -> Call:
+    async def until(self, condition: Callable[[Call], bool], timeout: float = 60.0) -> Call:
         """Wait until ``condition`` holds of what came back."""
         async with asyncio.timeout(timeout):
             while not condition(self):

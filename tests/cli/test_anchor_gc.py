@@ -81,7 +81,7 @@ async def test_it_follows_a_run_until_it_is_told_to_stop(
     run.store = f"file:{run.root / 'nothing'}"
     given = ["anchor", *options(run), "--base", run.base, "--every", "2", "--follow", "--poll", "0.02"]
     task = asyncio.ensure_future(anchor.run(build_parser().parse_args([str(option) for option in given])))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "has no head" not in capsys.readouterr().err:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (run.root / "nothing").mkdir(exist_ok=True)

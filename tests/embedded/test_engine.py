@@ -180,18 +180,22 @@ async def test_aborts_by_prefix_and_cancels_exactly(slow: EmbeddedEngine) -> Non
 
 
 async def test_pace_holds_and_delays_no_command(checkpoints: Path) -> None:
-    engine = EmbeddedEngine(checkpoints / "v0", Options(**{**FAST.__dict__, "pace": 0.6}))
+    engine = EmbeddedEngine(checkpoints / "v0", Options(**{**FAST.__dict__, "pace": 0.2}))
     engine.start()
     start = time.monotonic()
-    generation = engine.generate([request(new=2)])
-    await asyncio.sleep(0.05)
-    paused = time.monotonic()
-    await engine.pause("in_place")
-    await engine.resume()
-    assert time.monotonic() - paused < 0.4
-    await generation.outcomes()
-    assert time.monotonic() - start >= 0.6
+    await engine.generate([request(new=2)]).outcomes()
+    assert time.monotonic() - start >= 0.2
     await engine.close()
+    engine = EmbeddedEngine(checkpoints / "v0", Options(**{**FAST.__dict__, "pace": 3599.0}))
+    engine.start()
+    generation = asyncio.ensure_future(engine.generate([request(new=2)]).outcomes())
+    async with asyncio.timeout(60):
+        await engine.pause("in_place")
+        await engine.resume()
+        assert not generation.done()
+        await engine.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        await generation
 
 
 async def test_close_fails_what_runs(slow: EmbeddedEngine) -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import types
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,11 +7,8 @@ from tests.gateway.fleet import Fleet
 
 
 @pytest.fixture(autouse=True)
-def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn looks ten times a second whether it should end, twice in each of hundreds of tests."""
-    ticking = types.SimpleNamespace(**vars(asyncio))
-    ticking.sleep = lambda seconds: asyncio.sleep(seconds / 20)
-    monkeypatch.setattr("uvicorn.server.asyncio", ticking)
+def ends(quick_ends: None) -> None:
+    """For all of this folder."""
 
 
 @pytest.fixture
@@ -22,4 +18,4 @@ async def fleet() -> AsyncIterator[Fleet]:
     try:
         yield made
     finally:
-        await asyncio.wait_for(made.close(), 10)
+        await asyncio.wait_for(made.close(), 60)

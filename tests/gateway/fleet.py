@@ -28,7 +28,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.id = f"127.0.0.1:{self.port}"
         self._end = asyncio.Event()
-        self._task = asyncio.ensure_future(serve(self.replica.app, self.listener, self._end, grace=1))
+        self._task = asyncio.ensure_future(serve(self.replica.app, self.listener, self._end, grace=5))
 
     @property
     def engine(self) -> Any:
@@ -72,12 +72,12 @@ class Fleet:
         **settings: Any,
     ) -> None:
         """Start the gateway in front of the replicas (and ``urls``), and wait until it has seen them."""
-        settings = {"hold": 2.0, "poll": 0.02, "probe_timeout": 1.0, **settings}
+        settings = {"hold": 30.0, "poll": 0.02, "probe_timeout": 30.0, **settings}
         pool = StaticPool([*(server.url for server in self.servers), *urls])
         opening = open_gateway(pool, GatewaySettings(**settings), random.Random(1), store, peers)
         self.gateway = await self.stack.enter_async_context(opening)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
-        runner = Runner(self.gateway.app(), shutdown_timeout=1, stall=stall)
+        runner = Runner(self.gateway.app(), shutdown_timeout=5, stall=stall)
         await runner.setup()
         self.stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -86,7 +86,7 @@ class Fleet:
         wanted = len(self.servers) if until_ready is None else until_ready
         await self.until(lambda: sum(r.ready for r in self.gateway.fleet.replicas) >= wanted)
 
-    async def until(self, condition: Any, timeout: float = 5.0) -> None:
+    async def until(self, condition: Any, timeout: float = 60.0) -> None:
         async with asyncio.timeout(timeout):
             while not condition():
                 with contextlib.suppress(TimeoutError):

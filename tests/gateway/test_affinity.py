@@ -212,18 +212,20 @@ async def test_one_late_probe_is_no_loss(fleet: Fleet) -> None:
     await fleet.start(probe_timeout=0.2)
     replica = fleet.gateway.fleet.replicas[0]
     silent = asyncio.Event()
+    seen: set[tuple[int, bool]] = set()
     app = server.replica.app
 
     async def late(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") == "/ready" and silent.is_set():
+            seen.add((replica.late, replica.ready))
             await receive()
             await receive()  # until the gateway has given up
         await handler(scope, receive, send)
 
     handler, app._http = app._http, late
     silent.set()
-    await fleet.until(lambda: replica.late == 1)
-    assert replica.ready
     await fleet.until(lambda: not replica.ready)
+    assert (1, True) in seen
+    assert (1, False) not in seen
     silent.clear()
     await fleet.until(lambda: replica.ready)

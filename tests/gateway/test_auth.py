@@ -82,7 +82,7 @@ async def test_a_new_token_for_replicas_is_taken_over(
     monkeypatch.setattr("stitch_core.replica.auth.SECONDS_BETWEEN_LOOKS", 0.0)
     file = tmp_path / "token"
     file.write_text("wrong-0123456789abcdef")
-    await fleet.start(run="r", hold=2.0, until_ready=0, replica_token=outgoing(file, {}))
+    await fleet.start(run="r", until_ready=0, replica_token=outgoing(file, {}))
     await fleet.until(lambda: bool(guarded.seen))
     file.write_text(f"{OWN}\n")
     assert (await fleet.post({"text": "x"}))[0] == 200

@@ -94,7 +94,7 @@ async def test_C28_a_fleet_that_updates_one_by_one_costs_no_try(
         replica.serves(7)
         fleet.servers.append(replica)
     await store.publish(7)
-    await start(fleet, store, hold=5.0, attempts=2, lag=1, poll=0.4)
+    await start(fleet, store, hold=30.0, attempts=2, lag=1, poll=0.4)
     for replica in replicas:
         replica.gate.close("activating")
     trainer = Trainer(fleet)
@@ -181,8 +181,17 @@ async def test_a_head_that_was_never_read_is_not_made_up(
     await store.publish(7)
     await start(fleet, store, hold=0.2)
     assert await version(fleet) == "EngineUnavailable"
+
+
+async def test_a_head_that_was_never_read_is_waited_for(
+    fleet: Fleet, store: AwayStore, replica: EngineReplica
+) -> None:
+    store.away = True
+    await store.publish(7)
+    await start(fleet, store)
     waiting = asyncio.ensure_future(version(fleet))
     await asyncio.sleep(0.05)
+    assert not waiting.done()
     store.away = False
     assert await waiting == 7
 

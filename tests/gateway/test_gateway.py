@@ -139,7 +139,7 @@ async def test_C28_the_first_replica_of_a_version_does_not_get_all_that_waited(f
     servers = [fleet.add(7) for _ in range(4)]
     for server in servers:
         server.engine.hang.clear()
-    await fleet.start(hold=10.0)
+    await fleet.start()
     body = {**PROMPT, "weight_version": {"min_version": 8}}
     held = [asyncio.ensure_future(fleet.post(body)) for _ in range(60)]
     await fleet.until(lambda: len(fleet.gateway.dispatcher.held) == 60)
@@ -159,7 +159,7 @@ async def test_C28_the_first_replica_of_a_version_does_not_get_all_that_waited(f
 async def test_C28_but_it_gets_them_if_no_other_comes(fleet: Fleet) -> None:
     first, _ = fleet.add(7), fleet.add(7)
     first.engine.hang.clear()
-    await fleet.start(hold=10.0)
+    await fleet.start()
     fleet.gateway.dispatcher.spread = 0.2
     body = {**PROMPT, "weight_version": {"min_version": 8}}
     held = [asyncio.ensure_future(fleet.post(body)) for _ in range(60)]
@@ -298,7 +298,7 @@ async def test_evicted_replica_comes_back_by_a_probe(fleet: Fleet) -> None:
 
 async def test_attempts_are_bounded(fleet: Fleet) -> None:
     async with RawReplica(b"").running() as broken:
-        await fleet.start(broken.url, until_ready=1, attempts=2, hold=10.0)
+        await fleet.start(broken.url, until_ready=1, attempts=2)
         status, value = await fleet.post(PROMPT)
         assert (status, value["error"]["type"]) == (503, "EngineUnavailable")
         assert broken.requests == 2

@@ -50,7 +50,7 @@ def test_only_an_exact_version_can_be_gone() -> None:
 async def test_410_does_not_wait_for_the_end_of_the_hold(fleet: Fleet) -> None:
     fleet.add(7), fleet.add(8)
     await fleet.start(hold=HOUR)
-    status, value = await asyncio.wait_for(fleet.post(exact(6)), 5)
+    status, value = await asyncio.wait_for(fleet.post(exact(6)), 60)
     error = value["error"]
     assert (status, error["type"], error["retry"]) == (410, "WeightVersionGone", "never")
     assert error["demands"] == {"exact_version": 6}
@@ -63,7 +63,7 @@ async def test_a_held_request_is_told_as_soon_as_its_version_was_passed_over(fle
     other = asyncio.ensure_future(fleet.post(exact(10)))
     await fleet.until(lambda: len(fleet.gateway.dispatcher.held) == 2)
     server.serves(9)
-    status, _ = await asyncio.wait_for(held, 5)
+    status, _ = await asyncio.wait_for(held, 60)
     assert status == 410
     assert not other.done()
     server.serves(10)

@@ -21,7 +21,7 @@ async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 async def answered(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     """The status line and the rest, to the end of the connection."""
-    status, _, rest = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n")
+    status, _, rest = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n")
     return status, rest
 
 

@@ -28,7 +28,7 @@ async def raw(fleet: Fleet, data: bytes, *, half_close: bool = False) -> tuple[i
         writer.write(data)
         if half_close:
             writer.write_eof()
-        got = await asyncio.wait_for(reader.read(), 5)
+        got = await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
     while got.startswith(b"HTTP/1.1 100"):
@@ -187,12 +187,12 @@ async def test_and_its_stream(fleet: Fleet) -> None:
     writer.write(post(json.dumps({**PROMPT, "stream": True}).encode()))
     got = b""
     while b"finish_reason" not in got:
-        got += await asyncio.wait_for(reader.readuntil(b"\n"), 5)
+        got += await asyncio.wait_for(reader.readuntil(b"\n"), 60)
     writer.write_eof()
     await asyncio.sleep(0.1)
     assert server.replica.gate.active == 1
     server.engine.hang.set()
-    got += await asyncio.wait_for(reader.read(), 5)
+    got += await asyncio.wait_for(reader.read(), 60)
     assert b"data: [DONE]" in got
     writer.close()
 
@@ -219,7 +219,7 @@ async def test_half_a_request_is_no_request(fleet: Fleet, data: bytes) -> None:
     reader, writer = await connect(fleet)
     writer.write(data)
     writer.write_eof()
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
 
 
@@ -348,7 +348,7 @@ async def test_a_client_slow_with_its_body_is_told(fleet: Fleet, monkeypatch: py
 
     reader, writer = await connect(fleet)
     writer.write(post(json.dumps(PROMPT).encode())[:-3])
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b'"RequestTimeout"' in await reader.readuntil(b"}}")
     writer.close()

@@ -175,7 +175,7 @@ class Cloud:
             shutil.rmtree(container.root)
 
     def store(self, name: str, *, visible_after: float = 0.05, prefix: str = "", mounted: bool = True,
-              clock: Any = None, deadline: float = 5.0) -> ModalStore:  # fmt: skip
+              clock: Any = None, deadline: float = 60.0) -> ModalStore:  # fmt: skip
         """A store as a process of that container has it; not mounted: as a machine elsewhere has it."""
         host = Host("volume", client=self.clients[name], deadline=deadline)
         mount = str(self.container(name).root) if mounted else "none"

@@ -13,7 +13,7 @@ from stitch_core.checkpoint import Checkpoint
 from stitch_core.head import Channel, channel_key
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineIdentity, EngineRefused, KVMode, SystemClock
+from stitch_core.ports import EngineIdentity, EngineRefused, KVMode
 from stitch_core.publisher import Payload, Publisher
 from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate, Ticket
@@ -22,6 +22,7 @@ from stitch_core.state import TensorInfo, state_digest, tensor_digest
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.versions import VersionConstraint
 from tests.small_run import FILES, FaultyStore, Trainer, inline
+from tests.virtual_time import LoopClock
 
 Hook = Callable[[], Awaitable[None]]
 
@@ -115,12 +116,12 @@ class Following:
 
     def start(self) -> None:
         """A new process of the replica: all is lost but the engine and the files."""
-        self.gate = Gate(SystemClock(), hold=0.05)
+        self.gate = Gate(LoopClock(), hold=0.05)
         self.host = HostCheckpoint(self.root / "host", FILES)
         options: dict[str, Any] = {"poll": 3600.0, "first_backoff": 0.01, "max_backoff": 0.02, **self.options}
         self.reconciler = Reconciler(
             self.store, self.engine, self.gate, self.host, self.follow, self.trainer.boot, FILES,
-            SystemClock(), random.Random(0), inline, self.settings, say=self.said.append, **options,
+            LoopClock(), random.Random(0), inline, self.settings, say=self.said.append, **options,
         )  # fmt: skip
         self.gate.on_refused = self.reconciler.wake
 
@@ -188,7 +189,7 @@ class Following:
         if isinstance(results[0], Exception):
             raise results[0]
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)

@@ -4,12 +4,12 @@ import asyncio
 import json
 from typing import Any
 
-from stitch_core.ports import SystemClock
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import Receive, Scope, Send, header_map
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.testing.asgi_client import AsgiClient
 from stitch_core.versions import PolicyVersion
+from tests.virtual_time import LoopClock
 
 
 def label(number: int, run: str = "r") -> str:
@@ -92,7 +92,7 @@ class Replica:
     """The middleware with everything around it."""
 
     def __init__(self, **options: Any) -> None:
-        self.gate = Gate(SystemClock(), hold=0.2)
+        self.gate = Gate(LoopClock(), hold=0.2)
         self.engine = ScriptedEngine()
         self.mismatches: list[str] = []
         self.aborted: list[str] = []

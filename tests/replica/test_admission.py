@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from stitch_core.ports import SystemClock
 from stitch_core.replica.admission import Gate, Ticket
 from stitch_core.versions import PolicyVersion, Refusal, VersionConstraint
+from tests.virtual_time import LoopClock
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Clock:
@@ -24,7 +26,7 @@ class Clock:
 
 
 def gate(*, serving: int | None = 7, hold: float = 0.05, **options: Any) -> Gate:
-    made = Gate(SystemClock(), hold=hold, **options)
+    made = Gate(LoopClock(), hold=hold, **options)
     if serving is not None:
         made.open(PolicyVersion("r", serving))
     return made
@@ -101,7 +103,7 @@ async def test_C21_only_new_pins_on_the_outgoing_version_are_refused_while_it_dr
     assert (await refusal(draining, exact_version=7)).type == "WeightVersionElsewhere"
     assert isinstance(await admit(draining), Ticket)
     assert isinstance(await admit(draining, min_version=7), Ticket)
-    done = asyncio.ensure_future(draining.drain(SystemClock().monotonic() + 5, pins_only=True))
+    done = asyncio.ensure_future(draining.drain(LoopClock().monotonic() + 5, pins_only=True))
     await asyncio.sleep(0)
     assert not done.done()
     draining.release(pinned)
@@ -117,20 +119,20 @@ async def test_C21_pin_that_outlives_the_deadline_is_revoked_once_and_told() -> 
     told = []
     pinned.on_revoke = lambda: told.append(pinned.revoked)
     draining.leave_version()
-    assert await draining.drain(SystemClock().monotonic() + 0.02, pins_only=True) == [pinned]
+    assert await draining.drain(LoopClock().monotonic() + 0.02, pins_only=True) == [pinned]
     assert pinned.revoked is not None
     assert (pinned.revoked.type, pinned.revoked.retry) == ("WeightVersionElsewhere", "elsewhere")
     assert told == [pinned.revoked]
     assert flowing.revoked is None
     # A newer target does not wait for it again.
-    assert await draining.drain(SystemClock().monotonic() + 5, pins_only=True) == []
+    assert await draining.drain(LoopClock().monotonic() + 5, pins_only=True) == []
 
 
 async def test_C03_run_switch_drains_everything() -> None:
     switching = gate()
     flowing = await ticket(switching)
     switching.close("moving to s/weight_v000001")
-    left = await switching.drain(SystemClock().monotonic() + 0.02, pins_only=False)
+    left = await switching.drain(LoopClock().monotonic() + 0.02, pins_only=False)
     assert left == [flowing]
     assert not await switching.wait_gone(left, 0.02)
     switching.release(flowing)

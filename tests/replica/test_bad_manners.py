@@ -15,6 +15,8 @@ from tests.replica.scripted import Replica, generated, span
 PROMPT = {"text": "hi"}
 DEEP = 100_000
 
+pytestmark = pytest.mark.usefixtures("quick_ends")
+
 
 def body(answer: dict[str, Any]) -> bytes:
     return json.dumps(answer).encode()
@@ -109,7 +111,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
         "type": "http", "method": "POST", "path": "/generate", "raw_path": b"/generate", "query_string": b"",
         "headers": [],
     }  # fmt: skip
-    await asyncio.wait_for(replica.app(scope, receive, send), 5)
+    await asyncio.wait_for(replica.app(scope, receive, send), 60)
     assert sent[0]["status"] == 408
     assert json.loads(sent[1]["body"])["error"]["type"] == "RequestTimeout"
     assert replica.engine.path == ""
@@ -123,7 +125,7 @@ async def port(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """Of a replica that has little patience."""
     monkeypatch.setattr("stitch_core.replica.server.HEAD_SECONDS", 0.2)
     listener, end = listen("127.0.0.1", 0), asyncio.Event()
-    serving = asyncio.ensure_future(serve(replica.app, listener, end, grace=1))
+    serving = asyncio.ensure_future(serve(replica.app, listener, end, grace=5))
     yield listener.getsockname()[1]
     replica.engine.hang.set()
     end.set()
@@ -145,13 +147,13 @@ async def test_a_head_that_drips_has_a_deadline(port: int, before: bytes) -> Non
         await reader.readuntil(b"}")
 
     async def drip() -> None:
-        for byte in HEAD + b"x: " + b"y" * 500:
+        for byte in HEAD + b"x: " + b"y" * 5000:
             writer.write(bytes([byte]))
             await asyncio.sleep(0.02)
 
     dripping = asyncio.ensure_future(drip())
     with contextlib.suppress(ConnectionResetError):  # of a byte that came after the end
-        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert not dripping.done()
     dripping.cancel()
     writer.close()
@@ -159,7 +161,7 @@ async def test_a_head_that_drips_has_a_deadline(port: int, before: bytes) -> Non
 
 async def test_a_connection_that_says_nothing_ends(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "RequestTimeout"
     writer.close()
@@ -195,7 +197,7 @@ async def test_the_deadline_is_none_of_a_generation(port: int, replica: Replica)
 async def test_what_is_no_http_is_refused_in_the_envelope(port: int, data: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert (error["type"], error["retryable"]) == ("InvalidRequest", False)
@@ -211,7 +213,7 @@ async def test_garbage_behind_a_request_does_not_end_up_in_its_answer(port: int,
     writer.write(b"\x00garbage\r\n\r\n")
     await asyncio.sleep(0.05)
     replica.engine.hang.set()
-    rest = await asyncio.wait_for(reader.read(), 5)
+    rest = await asyncio.wait_for(reader.read(), 60)
     answer, _, second = rest.partition(b"\r\n0\r\n\r\n")
     assert b"HTTP/1.1" not in answer
     assert second.startswith(b"HTTP/1.1 400 Bad Request\r\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stitch_core.ports import SystemClock, Unavailable
+from stitch_core.ports import Unavailable
 from stitch_core.replica import metering
 from stitch_core.replica.asgi import Receive, Scope, Send
 from stitch_core.replica.metering import Metered, ReplicaMetrics
@@ -14,13 +14,16 @@ from stitch_core.testing.asgi_client import AsgiClient
 from tests.replica.following import Following
 from tests.replica.scripted import Replica
 from tests.test_metrics import samples
+from tests.virtual_time import LoopClock
+
+pytestmark = pytest.mark.virtual_time
 
 ENGINE = b"# TYPE sglang_tokens counter\nsglang_tokens_total 5"
 
 
 def metered(replica: Replica, app: Any = None) -> AsgiClient:
-    metrics = ReplicaMetrics(replica.gate, SystemClock(), dict)
-    return AsgiClient(Metered(app or replica.app, metrics, SystemClock()))
+    metrics = ReplicaMetrics(replica.gate, LoopClock(), dict)
+    return AsgiClient(Metered(app or replica.app, metrics, LoopClock()))
 
 
 async def page(client: AsgiClient, **options: Any) -> str:
@@ -93,15 +96,15 @@ async def test_a_client_that_left_is_a_499(replica: Replica) -> None:
     async def stalls(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
 
-    metrics = ReplicaMetrics(replica.gate, SystemClock(), dict)
-    await AsgiClient(Metered(stalls, metrics, SystemClock())).post("/generate", {})
+    metrics = ReplicaMetrics(replica.gate, LoopClock(), dict)
+    await AsgiClient(Metered(stalls, metrics, LoopClock())).post("/generate", {})
     assert 'route="/generate",code="499"' in metrics.registry.render()
 
 
 async def test_activations_and_failed_passes_are_counted(tmp_path: Path) -> None:
     f = Following(tmp_path)
     await f.publish()
-    metrics = ReplicaMetrics(f.gate, SystemClock(), f.reconciler.status)
+    metrics = ReplicaMetrics(f.gate, LoopClock(), f.reconciler.status)
     metrics.follow(f.reconciler)
     f.store.fail = lambda *_: Unavailable("away")
     running = asyncio.ensure_future(f.reconciler.run())

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from stitch_core.head import Head, channel_key, head_key
-from stitch_core.ports import NotFound, SystemClock, Unavailable
+from stitch_core.ports import NotFound, Unavailable
 from stitch_core.replica.activation import CannotFollow
 from stitch_core.replica.reconciler import Follow, Reconciler
 from stitch_core.replica.staging import WrongBase
 from stitch_core.versions import Refusal, VersionConstraint
 from tests.replica.following import Following
 from tests.small_run import Trainer
+from tests.virtual_time import LoopClock
+
+pytestmark = pytest.mark.virtual_time
 
 LATEST = Follow(channel="latest")
 
@@ -309,7 +312,7 @@ async def test_c18_the_store_is_unreadable(f: Following) -> None:
         await f.until(lambda: f.problem() == "")
 
 
-class Jumping(SystemClock):
+class Jumping(LoopClock):
     off = 0.0
 
     def time(self) -> float:
@@ -394,6 +397,7 @@ async def test_c36_a_request_for_the_new_run_before_the_switch_is_seen(
     refusal = await f.gate.admit(wanted, "early")
     assert isinstance(refusal, Refusal)
     assert (refusal.status, refusal.type, refusal.retry) == (409, "WeightVersionNotReady", "here")
+    await asyncio.sleep(0.001)
     await f.reconciler.reconcile()
     refusal = await f.gate.admit(wanted, "late")
     assert isinstance(refusal, Refusal)

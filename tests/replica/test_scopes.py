@@ -8,6 +8,8 @@ import pytest
 from stitch_core.versions import VersionError, request_scope
 from tests.replica.scripted import Replica
 
+pytestmark = pytest.mark.virtual_time
+
 MINE = {"weight_version": {"run": "r"}, "text": "hi"}
 HEADERS = {"x-stitch-consumer": "rollout"}
 

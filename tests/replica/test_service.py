@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from stitch_core.ports import EngineUncertain, SystemClock, Unavailable
+from stitch_core.ports import EngineUncertain, Unavailable
 from stitch_core.replica.activation import ReplicaFailed
-from stitch_core.replica.asgi import Receive, Scope, Send
-from stitch_core.replica.server import PortInUse, ServerEnded, listen, serve
+from stitch_core.replica.server import ServerEnded
 from stitch_core.replica.service import Announcer, live, replica_key
 from stitch_core.replica.staging import WrongBase
 from stitch_core.testing.loop import simulated_loop
 from stitch_core.versions import Refusal, VersionConstraint
 from tests.replica.following import Following
 from tests.small_run import Trainer
+from tests.virtual_time import LoopClock
+
+pytestmark = pytest.mark.virtual_time
 
 KEY = "replicas/one.json"
 
@@ -44,7 +46,7 @@ class Life:
         self.announcer = (
             Announcer(f.store, f.reconciler, "one", "http://here:1", lifetime=0.06) if announced else None
         )
-        gate, clock = f.gate, SystemClock()
+        gate, clock = f.gate, LoopClock()
         self.task = asyncio.ensure_future(
             live(f.reconciler, self.announcer, self.stop, self.serve, gate=gate, clock=clock, drain=drain)
         )
@@ -131,7 +133,7 @@ async def test_a_server_that_ends_takes_the_replica_along(f: Following) -> None:
         raise ServerEnded("it ended by itself")
 
     with pytest.raises(ServerEnded):
-        await live(f.reconciler, None, asyncio.Event(), broken, gate=f.gate, clock=SystemClock())
+        await live(f.reconciler, None, asyncio.Event(), broken, gate=f.gate, clock=LoopClock())
     assert not f.gate.ready
 
 
@@ -223,61 +225,3 @@ def test_replica_ids_are_checked() -> None:
     for bad in ("", "../x", "a/b", ".a"):
         with pytest.raises(ValueError, match="run id"):
             replica_key(bad)
-
-
-# ------------------------------------------------------------------------------------------------- server
-
-
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "lifespan":
-        for answer in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{answer}.complete"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
-async def get(port: int) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    return answer
-
-
-async def test_serves_until_told_to_end() -> None:
-    listener, end = listen("127.0.0.1", 0), asyncio.Event()
-    port = listener.getsockname()[1]
-    serving = asyncio.ensure_future(serve(app, listener, end))
-    assert (await get(port)).endswith(b"ok")
-    end.set()
-    await serving
-    with pytest.raises(ConnectionError):
-        await get(port)
-
-
-async def test_an_app_that_does_not_start() -> None:
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        await send({"type": "lifespan.startup.failed", "message": "no weights"})
-
-    listener = listen("127.0.0.1", 0)
-    with pytest.raises(ServerEnded, match="ended by itself"):
-        await serve(broken, listener, asyncio.Event())
-    listener.close()
-
-
-def test_a_port_in_use() -> None:
-    listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use by another process"):
-        listen("127.0.0.1", port)
-    listener.close()
-    listen("127.0.0.1", port).close()
-
-
-def test_a_host_that_is_not_there() -> None:
-    with pytest.raises(OSError, match=r"."):
-        listen("no-such-host.invalid", 0)

@@ -27,6 +27,8 @@ from stitch_core.versions import PolicyVersion
 
 V1, V2 = PolicyVersion("r", 1), PolicyVersion("r", 2)
 
+pytestmark = pytest.mark.usefixtures("quick_ends")
+
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> tuple[Path, Path, Path]:
@@ -42,12 +44,14 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path, Path]:
 class Sidecar:
     """A server behind a sidecar, with no reconciler: the test is the one who activates."""
 
-    def __init__(self, boot: Path, session: aiohttp.ClientSession, **manners: Any) -> None:
+    def __init__(
+        self, boot: Path, session: aiohttp.ClientSession, *, grace: float = 30.0, **manners: Any
+    ) -> None:
         self.fake = FakeEngine(boot, separate=False)
         self.manners = Manners(**manners)
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.engine = HttpEngine(session, self.url, control_timeout=5, update_timeout=5)
+        self.engine = HttpEngine(session, self.url, control_timeout=60, update_timeout=60)
         self.proxy = ReverseProxy(session, self.url)
         self.gate = Gate(SystemClock(), hold=0.2)
         self.mismatches: list[str] = []
@@ -58,7 +62,7 @@ class Sidecar:
         self.client = AsgiClient(app)
         self._end = asyncio.Event()
         self.server = FakeServer(self.fake, self.manners)
-        self._serving = asyncio.ensure_future(serve(self.server, self.listener, self._end, grace=1))
+        self._serving = asyncio.ensure_future(serve(self.server, self.listener, self._end, grace=grace))
 
     def _mismatch(self, reason: str) -> None:
         self.mismatches.append(reason)
@@ -71,6 +75,12 @@ class Sidecar:
         await self.engine.activate(str(version))
         await self.engine.resume()
         self.gate.open(version)
+
+    async def last_tokens(self) -> None:
+        """Requests that run end, by length, with tokens under the label that the server has now."""
+        for request in list(self.fake.requests):
+            await until(lambda request=request: self.fake.label in request.labels)
+            request.max_new_tokens = len(request.output) + 1
 
     async def generate(self, tokens: int = 8, **fields: Any) -> Any:
         body = {"text": "hello", "sampling_params": {"max_new_tokens": tokens}, **fields}
@@ -145,10 +155,11 @@ async def test_answers_and_streams_come_through(sidecar: Sidecar) -> None:
 
 async def test_C11_spans_come_through(sidecar: Sidecar, checkpoints: tuple[Path, ...]) -> None:
     stream = sidecar.client.start(
-        "POST", "/generate", {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 60}}
+        "POST", "/generate", {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 10**6}}
     )
     await stream.until(lambda call: b"\n\n" in call.body)
     await sidecar.activate(checkpoints[1], V1)
+    await sidecar.last_tokens()
     await stream.finished()
     meta = stream.events()[-2]["meta_info"]
     assert (meta["weight_version_start"], meta["weight_version_end"], meta["weight_version"]) == (0, 1, "0")
@@ -209,13 +220,14 @@ async def test_C20_deaf_server_is_told_by_abort(sidecar: Sidecar) -> None:
         "POST", "/generate", {"text": "x", "rid": "req-1", "sampling_params": {"max_new_tokens": 10**6}}
     )
     other = sidecar.client.start(
-        "POST", "/generate", {"text": "x", "rid": "req-10", "sampling_params": {"max_new_tokens": 300}}
+        "POST", "/generate", {"text": "x", "rid": "req-10", "sampling_params": {"max_new_tokens": 10**6}}
     )
     await until(lambda: len(sidecar.fake.requests) == 2)
     await sidecar.engine.abort("req-1~")
     await until(lambda: len(sidecar.fake.requests) == 1)
     await one.finished()
     assert one.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    await sidecar.last_tokens()
     await other.finished()
     assert other.json()["meta_info"]["finish_reason"]["type"] == "length"
 
@@ -294,7 +306,7 @@ async def test_C04_update_that_was_done_although_the_connection_broke(
 async def test_C04_update_that_never_answers(
     checkpoints: tuple[Path, ...], session: aiohttp.ClientSession
 ) -> None:
-    made = Sidecar(checkpoints[0], session)
+    made = Sidecar(checkpoints[0], session, grace=0.1)
     made.engine = HttpEngine(session, made.url, update_timeout=0.1)
     made.manners.update = "hangs"
     with pytest.raises(EngineUncertain):
@@ -348,12 +360,13 @@ async def test_C04_server_without_the_route_is_as_it_was(
 
 async def test_relabelling_touches_no_weights(sidecar: Sidecar, checkpoints: tuple[Path, ...]) -> None:
     running = sidecar.client.start(
-        "POST", "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 40}}
+        "POST", "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 10**6}}
     )
     await until(lambda: len(sidecar.fake.requests) == 1)
     before = sidecar.fake.state
     await sidecar.activate(checkpoints[0], V1)
     assert sidecar.fake.state == before
+    await sidecar.last_tokens()
     await running.finished()
     assert running.json()["meta_info"]["weight_version_end"] == 1  # relabelled, not aborted
     del sidecar.server.routes["POST /update_weight_version"]
@@ -393,6 +406,6 @@ async def test_open_server(sidecar: Sidecar) -> None:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the fake engine has no event for it
             await asyncio.sleep(0.005)

@@ -24,6 +24,8 @@ from stitch_core.testing.checkpoints import random_tensors, table_of, write_chec
 from tests.replica.following import Following
 from tests.small_run import FILES, Tensors
 
+pytestmark = pytest.mark.virtual_time
+
 
 @pytest.fixture
 async def f(tmp_path: Path) -> Following:

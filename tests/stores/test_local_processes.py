@@ -72,7 +72,7 @@ async def test_kill_9_leaves_nothing_half(tmp_path: Path) -> None:
         assert rounds < 60, "no process was killed in the middle of a write"
         worker = start(tmp_path, "publish", start_at)
         go(worker)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not temporaries.is_dir():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0.01)
         await asyncio.sleep(rng.uniform(0.02, 0.1))
