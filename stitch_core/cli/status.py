@@ -136,6 +136,7 @@ async def _replica(store: Store, key: str) -> dict[str, Any] | None:
     """
     try:
         record = json.loads((await store.load(key)).data)
+        json.dumps(record, allow_nan=False)  # it is shown as it is, and NaN is no JSON
         name = str(record["id"])
         written, expires = read_time(record["time"], "time"), read_time(record["expires"], "expires")
         asked = time.time()

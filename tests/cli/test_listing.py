@@ -122,7 +122,8 @@ def test_a_replica_that_leaves_during_the_look_is_no_error(
     "record",
     [b"", b"[]", b"5", b"{}", b'{"id":"x"}', b'{"expires":"later","id":"x","time":1}',
      b'{"expires":1,"id":"x","time":null}', b'{"expires":1,"time":1}', b"\xff", b"[" * 100_000,
-     b'{"expires":1,"id":"x","time":1%s}' % (b"0" * 400), b'{"expires":Infinity,"id":"x","time":1}'],
+     b'{"expires":1,"id":"x","time":1%s}' % (b"0" * 400), b'{"expires":Infinity,"id":"x","time":1}',
+     b'{"expires":1,"id":"x","time":1,"lag":NaN}', b'{"expires":1,"id":"x","time":1,"lag":1e400}'],
 )  # fmt: skip
 def test_a_record_that_cannot_be_read(shell: Shell, record: bytes) -> None:
     put(shell, "replicas/odd.json", record)
