@@ -169,3 +169,21 @@ def test_on_modal_they_go_from_the_volume_that_all_nodes_share(
     modal_run.tidy(deployment)
     assert volume.calls == ["reload", "reload", "commit"]
     assert there(tmp_path / "math-1") == [19, 29]
+
+
+def test_a_trainer_that_is_tried_again_sees_what_the_other_nodes_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same container the parts of the other nodes were missing, and none of the checkpoints loaded."""
+
+    class Held(Volume):
+        def reload(self) -> None:
+            super().reload()
+            raise RuntimeError("there are open files preventing the operation")
+
+    saves, held = Volume(), Held()
+    monkeypatch.setattr(Deployment, "saved", property(lambda self: saves))
+    monkeypatch.setattr(Deployment, "prepared", property(lambda self: {"/models": held, "/data": held}))
+    modal_run.see_all(Deployment(RECIPE, site_for(RECIPE), tmp_path))
+    assert (saves.calls, held.calls) == (["reload"], ["reload"] * 2)
+    assert capsys.readouterr().err.count("open files") == 2

@@ -159,6 +159,7 @@ def train(deployment: Deployment) -> None:
     Raises RuntimeError when it fails; Modal then starts it again.
     """
     trainer = deployment.training
+    see_all(deployment)
     rank, head = _place(trainer.nodes)
     job = training.trainer(deployment.recipe, deployment.site, head, str(SETTINGS))
     gpus = ("--num-gpus", str(trainer.gpus_per_node), "--disable-usage-stats", "--block")
@@ -180,6 +181,16 @@ def train(deployment: Deployment) -> None:
         stop(gateway)
         stop(ray)  # which ends the other nodes
         _leave()
+
+
+def see_all(deployment: Deployment) -> None:
+    """What other containers have committed: the next try may run in the container of the one before, which
+    saw its own node's part of the checkpoints since."""
+    for volume in (deployment.saved, *deployment.prepared.values()):
+        try:
+            volume.reload()
+        except RuntimeError as error:  # a file that something left over keeps open
+            print(f"a Volume is as this container saw it before: {error}", file=sys.stderr, flush=True)
 
 
 def _place(nodes: int) -> tuple[int, str]:
