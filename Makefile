@@ -109,6 +109,6 @@ bench: venv venv-sglang ## every benchmark of the core and of SGLang, in its qui
 	@echo "# activation"; PYTHONPATH=$(CURDIR)/tests/real/sglang_cpu:$(PYTHONPATH) $(PY_SGLANG) -m benchmarks.activation --json --quick
 	@echo "# recipes"; $(PY) -m benchmarks.recipes --json --quick
 
-clean: ## remove caches and build products from the clone (virtual environments stay)
+clean: ## remove caches, build products and out/, where demos leave their runs (virtual environments stay)
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
