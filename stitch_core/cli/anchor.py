@@ -40,6 +40,7 @@ from .common import (
     job_name,
     opened_store,
     positive,
+    room,
     say,
     size_text,
     stop_on_signals,
@@ -249,6 +250,7 @@ async def _job(options: argparse.Namespace, store: Store, metrics: CompactorMetr
             work = stack.enter_context(own_directory(options.work, PosixFiles()))
         else:
             work = stack.enter_context(temporary_directory(PosixFiles(), options.base))
+        stack.enter_context(room(work))
         job = _Job(options, store, work, threads, metrics)
         try:
             yield job

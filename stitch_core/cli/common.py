@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -209,7 +210,7 @@ def scratch(directory: Path | None) -> Iterator[Path]:
     """
     files = PosixFiles()
     if directory is None:
-        with temporary_directory(files) as path:
+        with temporary_directory(files) as path, room(path):
             yield path
         return
     kept = directory / SCRATCH
@@ -221,7 +222,21 @@ def scratch(directory: Path | None) -> Iterator[Path]:
             raise UsageError(f"--work {directory} is in use by another process: name another one") from None
         except OSError as error:
             raise UsageError(f"--work {directory} cannot be used: {error.strerror}") from None
-        yield kept.resolve()
+        with room(kept):
+            yield kept.resolve()
+
+
+@contextlib.contextmanager
+def room(path: Path) -> Iterator[None]:
+    """What helps where there is no room below ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(path) not in str(error.filename):
+            raise
+        raise UsageError(
+            f"{error.filename}: {error_text(error)}: make room, or name a directory that has it with --work"
+        ) from None
 
 
 def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:

@@ -36,6 +36,7 @@ from .common import (
     interval,
     job_name,
     opened_store,
+    room,
     say,
     size_text,
     stop_on_signals,
@@ -91,6 +92,7 @@ async def run(options: argparse.Namespace) -> int:
         else:
             work = stack.enter_context(temporary_directory(files))
         async with opened_store(options.store) as store:
+            stack.enter_context(room(work))
             job = _Job(options, store, work, threads, widths, metrics)
             if options.follow or options.until_eof:
                 stop = stop_on_signals()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import re
 import shlex
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from stitch_core import plugins
 from stitch_core.chain import NoHead
 from stitch_core.cli import main as module
-from stitch_core.cli.common import UsageError, age_text, key_values, size_text, table
+from stitch_core.cli.common import UsageError, age_text, key_values, scratch, size_text, table
 from stitch_core.cli.main import build_parser, main
 from stitch_core.host_checkpoint import HostCheckpointError, RepresentationInvalid
 from stitch_core.lineage import NoPlan
@@ -136,6 +137,16 @@ def test_a_working_directory_that_is_gone(arguments: list[str], tmp_path: Path) 
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"stitch {arguments[0]}: ")
     assert last.endswith("lies in the working directory, which is not there any more: change to one that is")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_full_temporary_directory_says_that_there_is_another_way(given: bool, tmp_path: Path) -> None:
+    directory, full = tmp_path / "work" if given else None, "No space left on device"
+    words = r"ENOSPC, .*: make room, or name a directory that has it with --work"
+    with pytest.raises(UsageError, match=words), scratch(directory) as path:
+        raise OSError(errno.ENOSPC, full, str(path / "x"))
+    with pytest.raises(OSError, match=full), scratch(directory):
+        raise OSError(errno.ENOSPC, full, "/elsewhere")
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
