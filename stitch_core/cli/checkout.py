@@ -72,8 +72,10 @@ def _is_inside(directory: Path, root: Path) -> bool:
 def _make_way(directory: Path) -> None:
     """Take an empty directory away, so that the finished one can be put there."""
     if not directory.is_dir():
-        if directory.exists():
+        if directory.exists() or directory.is_symlink():  # one that leads nowhere
             raise UsageError(f"{directory} is there and is no directory")
         return
     if not any(directory.iterdir()):
+        if directory.is_symlink():
+            raise UsageError(f"{directory} is a link to an empty directory: name that one")
         directory.rmdir()

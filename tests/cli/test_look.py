@@ -423,6 +423,17 @@ def test_checkout_refuses_what_is_not_its_own(run: Shell) -> None:
     assert "is no directory" in run("checkout", "r/2", foreign / "notes.txt", "--store", run.store).complaint
 
 
+def test_checkout_to_a_link_that_leads_nowhere_fetched_it_all_first(run: Shell) -> None:
+    """And failed with 'Not a directory', of a directory that nobody had named."""
+    nowhere, empty, link = run.root / "nowhere", run.root / "empty", run.root / "link"
+    nowhere.symlink_to("nothing")
+    empty.mkdir()
+    link.symlink_to(empty)
+    for path, words in ((nowhere, "is there and is no directory"), (link, "is a link to an empty directory")):
+        assert words in run("checkout", "r/2", path, "--store", run.store).complaint
+    assert sorted(path.name for path in run.root.glob(".*.checkout")) == []
+
+
 def test_checkout_goes_on_and_is_never_half_there(run: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     path = payloads(run, 3)[0]
     whole = path.read_bytes()
