@@ -1,5 +1,6 @@
 """A site and recipes for the tests of launchers, with values that are hard to quote."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def site_for(recipe: Recipe, **fields: Any) -> Site:
     return Site.model_validate(given | fields)
 
 
+@functools.cache  # ten modules ask at collection
 def every() -> list[Recipe]:
     """All recipes that there are."""
     return [catalogue.load(name) for name in catalogue.names()]

@@ -137,9 +137,14 @@ def test_hosts_prepare_at_once_what_the_first_has_not_done_for_all(tmp_path: Pat
     recipe = catalogue.load("glm-4.5-air/fp8")
     trained, served = [f"me@train-{i}" for i in range(4)], [f"me@serve-{i}" for i in (0, 1, 2)]
     log = tmp_path / "log"
+    # Each but the first of its kind ends when all have begun that can begin with it.
+    wait = (
+        f'others() {{ grep -c "^begin ${{0%-*}}-[^0]" {log}; }}; [[ $0 == *train* ]] && most=3 || most=2; '
+        "for _ in $(seq 600); do [[ $0 == *-0 ]] || (( $(others) == most )) && break; sleep 0.1; done"
+    )
     rendered(
         recipe, tmp_path, secrets=[], replicas=[served[0], served[0], *served[1:]],
-        ssh=["bash", "-c", f'echo "begin $0 $1" >> {log}; sleep 0.5; echo "end $0 $1" >> {log}; echo x'],
+        ssh=["bash", "-c", f'echo "begin $0 $1" >> {log}; {wait}; echo "end $0 $1" >> {log}; echo x'],
     )  # fmt: skip
     script = (tmp_path / "launch.sh").read_text().partition("\npart=")[0]
     (tmp_path / "launch.sh").write_text(f"{script}\nprepare\n")
