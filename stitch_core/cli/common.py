@@ -112,6 +112,8 @@ def exported(target: str | None) -> Iterator[Exporter]:
         exporter = Exporter(Registry(), target)
     except BadTarget as error:
         raise UsageError(f"--metrics {error}") from None
+    except OSError as error:
+        raise UsageError(f"--metrics {target}: no listening there: {error_text(error)}") from None
     try:
         yield exporter
     finally:

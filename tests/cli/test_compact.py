@@ -59,6 +59,8 @@ def test_a_node_exporter_finds_what_it_did(run: Shell, tmp_path: Path) -> None:
     ):
         assert f"\n{line}\n" in text
     assert "is not a port" in run("compact", *options(run), "--metrics", "x").complaint
+    elsewhere = run("compact", *options(run), "--metrics", "192.0.2.1:80").complaint
+    assert "--metrics 192.0.2.1:80: no listening there: EADDRNOTAVAIL" in elsewhere
 
 
 def test_with_a_base_the_spans_of_xor_deltas_are_sparse(run: Shell, tmp_path: Path) -> None:
