@@ -203,7 +203,7 @@ class LocalStore:
                 )
         with self._locked(path), contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._files.remove(path)
-            self._landed(path)
+            self._left(path.parent)
             self._remove_empty(path.parent)
 
     def _remove_empty(self, directory: Path) -> None:
@@ -277,6 +277,18 @@ class LocalStore:
             self._mount.sync_directory(path.parent)
         except OSError as error:
             raise _unavailable(path, error) from error
+
+    def _left(self, directory: Path) -> None:
+        """An object is no longer in the directory, which others may have removed since then."""
+        try:
+            self._mount.sync_directory(directory)
+        except FileNotFoundError as error:
+            if directory == self.root:
+                raise _unavailable(directory, error) from error
+            self._check_identity()
+            self._left(directory.parent)
+        except OSError as error:
+            raise _unavailable(directory, error) from error
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory and every one above it durable, up to the root or what was there before it."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from stitch_core.files import PosixFiles
 from stitch_core.ports import StoreError
 from stitch_core.stores.local import LocalStore
-from tests.small_run import UnsyncedFiles
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store", UnsyncedFiles())
+    return LocalStore(tmp_path / "store", PosixFiles())
 
 
 async def test_directories_that_become_empty_are_removed(store: LocalStore) -> None:
@@ -32,8 +32,11 @@ async def test_directories_that_become_empty_are_removed(store: LocalStore) -> N
 
 
 async def test_creates_and_deletes_in_one_directory_at_once(store: LocalStore) -> None:
-    """Another store object removes the directory between its making and the link into it."""
-    other = LocalStore(store.root, UnsyncedFiles())
+    """Another store object removes the directory between its making and the link into it.
+
+    Or between the removal of an object and the sync of its directory: that delete was Unavailable.
+    """
+    other = LocalStore(store.root, PosixFiles())
 
     async def churn(one: LocalStore, name: str) -> None:
         for i in range(40):
