@@ -22,6 +22,18 @@ settings.register_profile("full", deadline=None, derandomize=True, max_examples=
 settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("STITCH_HYPOTHESIS", "fast"))
 
+# No test cuts the power: what a crash of the machine leaves is simulated. On a disk that others use one fsync
+# may take as long as a test. Processes that tests start do sync, and tests that ask for ``real_fsync``.
+FSYNC = os.fsync
+
+
+def unsynced(fd: int) -> None:
+    """Raises OSError if it is not open."""
+    os.fstat(fd)
+
+
+os.fsync = unsynced
+
 NO_SKIP = os.environ.get("STITCH_NO_SKIP") == "1"
 TESTS = Path(__file__).parent
 
@@ -69,6 +81,12 @@ def pytest_make_collect_report(
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     return refuse_skip(report)
+
+
+@pytest.fixture
+def real_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is written is on the disk, as a user's is."""
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 @pytest.fixture

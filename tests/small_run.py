@@ -35,14 +35,7 @@ LAYOUT: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-class UnsyncedFiles(PosixFiles):
-    """Files without fsync: no test here cuts the power."""
-
-    def sync(self, path: Path) -> None:
-        pass
-
-
-FILES = UnsyncedFiles()
+FILES = PosixFiles()
 NO_RETRY = Retry(attempts=1)
 QUICK_RETRY = Retry(attempts=4, first=0.001, cap=0.002)
 

@@ -13,12 +13,13 @@ import pytest
 
 from stitch_core.checkout import CheckoutRefused, checkout
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.files import PosixFiles
 from stitch_core.fulls import upload_full
 from stitch_core.host_checkpoint import HostCheckpointError
 from stitch_core.manifest import Manifest
 from stitch_core.stores.memory import MemoryStore
 from stitch_core.stores.transfer import DigestMismatch
-from tests.small_run import FILES, Trainer, UnsyncedFiles, inline
+from tests.small_run import FILES, Trainer, inline
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_two_at_once_are_told_and_the_directory_is_whole(trainer: Trainer, tmp_p
     chain = asyncio.run(published(trainer, store))
     where = tmp_path / "out"
 
-    class Overtaken(UnsyncedFiles):
+    class Overtaken(PosixFiles):
         def lock(self, path: Path, timeout: float) -> Any:
             self.remove_tree(path.parent)
             in_another(out, store, 4, where, trainer.boot)
@@ -153,7 +154,7 @@ def test_nobody_works_in_the_directory_that_is_being_put_in_its_place(
     asyncio.run(published(trainer, store))
     where = tmp_path / "out"
 
-    class Late(UnsyncedFiles):
+    class Late(PosixFiles):
         def rename(self, source: Path, target: Path) -> None:
             if target == where:
                 with pytest.raises(HostCheckpointError, match="is in use by another process"):

@@ -15,6 +15,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.ports import Files, write_atomic
 
 files: Files = PosixFiles()
+pytestmark = pytest.mark.usefixtures("real_fsync")
 
 
 def test_read_is_short_at_the_end(tmp_path: Path) -> None:

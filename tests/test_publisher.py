@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stitch_core.chain import ChainReader
+from stitch_core.files import PosixFiles
 from stitch_core.head import Head, head_key
 from stitch_core.manifest import Manifest, Representation, run_prefix
 from stitch_core.ports import (
@@ -39,7 +40,6 @@ from tests.small_run import (
     QUICK_RETRY,
     FaultyStore,
     Trainer,
-    UnsyncedFiles,
     chain_of,
     inline,
     rebuild_all,
@@ -649,7 +649,7 @@ async def test_a_store_that_refuses_a_write_is_told_at_once_and_the_claim_holds(
 async def test_a_local_store_that_became_read_only_is_told_at_once(trainer: Trainer, tmp_path: Path) -> None:
     """It used to be an unknown outcome, two minutes later."""
 
-    class Mount(UnsyncedFiles):
+    class Mount(PosixFiles):
         read_only = False
 
         def write_new(self, path: Path, data: Buffer) -> None:

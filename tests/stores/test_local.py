@@ -26,6 +26,8 @@ from stitch_core.ports import (
 from stitch_core.stores.keys import BadKey
 from stitch_core.stores.local import STALE_AFTER, LocalStore, _tag
 
+pytestmark = pytest.mark.usefixtures("real_fsync")
+
 CHANGES = ("write_new", "write_at", "sync", "rename", "link", "make_dirs", "remove", "lock")
 
 
