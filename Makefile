@@ -41,6 +41,8 @@ PY_MILES = $(VENV_MILES)/bin/python
 
 # A skip for want of a module is a failure here: this environment has them all.
 PYTEST = STITCH_NO_SKIP=1 $(PY) -m pytest
+# Three for two cores: each waits now and then, for a process, a pause or a deadline.
+WORKERS = -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-sglang venv-miles venv-path demo demo-miles check test test-slow test-real test-sglang test-miles test-long promtool lint format bench clean
@@ -68,7 +70,7 @@ demo-miles: venv-miles $(if $(filter sglang,$(ENGINE)),venv-sglang) ## the stock
 		$(if $(OUT),--out $(OUT)) $(DEMO_ARGS)
 
 check: lint ## lint, types and the fast tests; under 2 minutes
-	$(PYTEST) -n 2
+	$(PYTEST) $(WORKERS)
 
 test: export STITCH_HYPOTHESIS = full
 # Real servers wait for each other more than they compute: two tiers at once take little longer than one.
@@ -79,7 +81,7 @@ promtool: venv
 	@$(PY) scripts/promtool.py
 
 test-slow: venv ## the slow tests that start no servers; part of `make test`
-	$(PYTEST) -n 2 -m "slow and not real and not long"
+	$(PYTEST) $(WORKERS) -m "slow and not real and not long"
 
 test-real: venv ## the tests that start real servers of Stitch; part of `make test`
 	$(PYTEST) -m "real and not long" -o faulthandler_timeout=900

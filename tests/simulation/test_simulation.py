@@ -41,7 +41,7 @@ def test_anything(first: int) -> None:
 @pytest.mark.parametrize("scenario", CASES)
 def test_case_with_many_seeds(scenario: str) -> None:
     slower = SCENARIOS[scenario] in RETENTION_CASES
-    run(scenario, range(1000, 1020 if slower else 1060))
+    run(scenario, range(1000, 1010 if slower else 1030))
 
 
 @pytest.mark.slow
