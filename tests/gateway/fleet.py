@@ -117,7 +117,7 @@ class RawReplica:
         self.serving = serving
         self.url = ""
         self._server: asyncio.Server
-        self._writers: list[asyncio.StreamWriter] = []
+        self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["RawReplica"]:
@@ -127,13 +127,16 @@ class RawReplica:
             yield self
         finally:
             self._server.close()
-            await asyncio.sleep(0.02)  # what was accepted has its writer then
-            for writer in self._writers:
+            await some_turns()  # what was accepted is served then
+            for writer in self._serving.values():
                 writer.transport.abort()
-            await asyncio.sleep(0.02)
+            await asyncio.gather(*self._serving, return_exceptions=True)
+            await some_turns()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
         await self._serve(reader, writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -153,6 +156,12 @@ class RawReplica:
             pass
         finally:
             writer.close()
+
+
+async def some_turns() -> None:
+    """What the loop has begun, such as to accept or to close a connection, comes to its end."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def whole(body: bytes, status: bytes = b"200 OK", kind: bytes = b"application/json") -> bytes:

@@ -9,7 +9,7 @@ import aiohttp
 
 from stitch_core.ports import ReplicaAddress
 from stitch_gateway.fleet import Fleet
-from tests.gateway.fleet import Server
+from tests.gateway.fleet import RawReplica, Server
 
 
 class ForgetfulPool:
@@ -70,15 +70,15 @@ async def test_a_probe_that_was_late_as_it_was_cancelled_went_on_for_ever() -> N
     """After a stall of the machine both were due in one turn, and the cancellation was lost."""
     asked = asyncio.Queue[None]()
 
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        asked.put_nowait(None)
-        await reader.read()
-        writer.close()
+    class Silent(RawReplica):
+        async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.put_nowait(None)
+            await reader.read()
+            writer.close()
 
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    pool = ForgetfulPool(ReplicaAddress("a", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-    async with aiohttp.ClientSession() as session:
+    async with Silent().running() as silent, aiohttp.ClientSession() as session:
+        pool = ForgetfulPool(ReplicaAddress("a", silent.url))
         fleet = Fleet(pool, session, random.Random(0), interval=0.01, timeout=0.3)
         following = asyncio.create_task(fleet.run())
         await asked.get()
@@ -90,5 +90,3 @@ async def test_a_probe_that_was_late_as_it_was_cancelled_went_on_for_ever() -> N
         assert asked.empty()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-    server.close()
-    await server.wait_closed()
