@@ -69,7 +69,7 @@ def started(trainer: Trainer, store: Gated) -> Iterator[PolicyPublisher]:
     finally:
         store.go.set()
         with suppress(PublishError):
-            publisher.close(timeout=10)
+            publisher.close(timeout=60)
 
 
 def refuse(part: str) -> Callable[[int, str, str], Exception | None]:
@@ -86,7 +86,7 @@ def numbers(store: Gated, trainer: Trainer) -> list[int]:
 def test_publishes_in_order_while_the_trainer_goes_on(trainer: Trainer, store: Gated) -> None:
     with started(trainer, store) as publisher:
         futures = [publisher.publish(trainer.learn(), step=10 * i) for i in range(5)]
-        publisher.flush(10)
+        publisher.flush(60)
         assert [future.result().number for future in futures] == [1, 2, 3, 4, 5]
         assert publisher.head == 5
         last = futures[-1].result()
@@ -102,7 +102,7 @@ def test_a_queue_of_one_then_backpressure(trainer: Trainer, store: Gated) -> Non
     with started(trainer, store) as publisher:
         store.hold = "weight_v000001"
         first, second = publisher.publish(trainer.learn()), publisher.publish(trainer.learn())
-        assert store.held.wait(10)
+        assert store.held.wait(60)
         assert not first.done()
         with pytest.raises(TimeoutError, match=r"a publish is not done after 0.05 s"):
             publisher.publish(trainer.learn(), timeout=0.05)
@@ -111,8 +111,8 @@ def test_a_queue_of_one_then_backpressure(trainer: Trainer, store: Gated) -> Non
         with pytest.raises(TimeoutError, match=r"2 publishes are not done after 0.05 s"):
             publisher.flush(0.05)
         threading.Timer(0.05, store.go.set).start()
-        third = publisher.publish(trainer.learn(), timeout=10)
-        publisher.flush(10)
+        third = publisher.publish(trainer.learn(), timeout=60)
+        publisher.flush(60)
         assert [f.result().number for f in (first, second, third)] == [1, 2, 3]
     assert numbers(store, trainer) == [0, 1, 2, 3]
 
@@ -127,13 +127,13 @@ def test_the_index_says_which_version_a_delta_is_built_on(trainer: Trainer, stor
     with started(trainer, store) as publisher:
         for _ in range(3):
             publisher.publish(trainer.learn())
-        publisher.flush(10)
+        publisher.flush(60)
         store.fail = refuse("v000004")
         failed = publisher.publish(trainer.learn())
         assert isinstance(failed.exception(10), PublishError)
         store.fail = lambda *_: None
         publisher.publish(trainer.learn())
-        publisher.flush(10)
+        publisher.flush(60)
     bases = [base_in(f"weight_v{n:06d}") for n in (1, 2, 3, 5)]
     assert bases == ["000000", "000001", "000002", "000003"]
 
@@ -141,16 +141,16 @@ def test_the_index_says_which_version_a_delta_is_built_on(trainer: Trainer, stor
 def test_c04_a_failed_publish_fails_what_waits_behind_it(trainer: Trainer, store: Gated) -> None:
     with started(trainer, store) as publisher:
         publisher.publish(trainer.learn())
-        publisher.flush(10)
+        publisher.flush(60)
         store.hold, store.fail = "weight_v000002", refuse("v000002")
         first, second = publisher.publish(trainer.learn()), publisher.publish(trainer.learn())
         store.go.set()
         with pytest.raises(PublishError, match="version 2 of run r was not published: disk full"):
-            first.result(10)
+            first.result(60)
         with pytest.raises(PublishError, match="version 3 was not published: the publish before it failed"):
-            second.result(10)
-        assert publisher.publish(trainer.learn()).result(10).number == 4
-        assert publisher.publish(trainer.learn()).result(10).number == 5
+            second.result(60)
+        assert publisher.publish(trainer.learn()).result(60).number == 4
+        assert publisher.publish(trainer.learn()).result(60).number == 5
     assert numbers(store, trainer) == [0, 1, 4, 5]
     assert list((trainer.root / "work").iterdir()) == []
 
@@ -163,13 +163,13 @@ def test_c04_any_publish_may_fail_in_any_order(trainer: Trainer, store: Gated) -
         )
         futures: list[Future[Published]] = []
         for i in range(24):
-            futures.append(publisher.publish(trainer.learn(), timeout=10))
+            futures.append(publisher.publish(trainer.learn(), timeout=60))
             if i % 5 == 0:
                 futures[-1].exception(10)
         store.fail = lambda *_: None
         futures[-1].exception(10)
         futures.append(publisher.publish(trainer.learn()))
-        good = [f.result(10).number for f in futures if f.exception(10) is None]
+        good = [f.result(60).number for f in futures if f.exception(10) is None]
     assert good[-1] == 25
     assert numbers(store, trainer) == [0, *good]
 
@@ -179,12 +179,12 @@ def test_flush_and_close_say_what_failed(trainer: Trainer, store: Gated) -> None
         store.fail = refuse("v00000")
         publisher.publish(trainer.learn())
         with pytest.raises(PublishError, match="version 1"):
-            publisher.flush(10)
-        publisher.flush(10)
+            publisher.flush(60)
+        publisher.flush(60)
         publisher.publish(trainer.learn())
         with pytest.raises(PublishError, match="version 2"):
-            publisher.close(10)
-        publisher.close(10)
+            publisher.close(60)
+        publisher.close(60)
         with pytest.raises(PublishError, match="this publisher is closed"):
             publisher.publish(trainer.learn())
     assert store.closed
@@ -195,7 +195,7 @@ def test_close_cuts_off_what_does_not_end(trainer: Trainer, store: Gated) -> Non
     with started(trainer, store) as publisher:
         store.hold = "weight_v000001"
         futures = [publisher.publish(trainer.learn()) for _ in range(2)]
-        assert store.held.wait(10)
+        assert store.held.wait(60)
         with pytest.raises(TimeoutError, match="2 publishes are not done"):
             publisher.close(timeout=0.05)
         for future in futures:
@@ -211,7 +211,7 @@ def test_a_future_cannot_be_cancelled(trainer: Trainer, store: Gated) -> None:
         future = publisher.publish(trainer.learn())
         assert not future.cancel()
         store.go.set()
-        assert future.result(10).number == 1
+        assert future.result(60).number == 1
 
 
 def test_a_layout_that_differs_changes_nothing(trainer: Trainer, store: Gated) -> None:
@@ -220,16 +220,16 @@ def test_a_layout_that_differs_changes_nothing(trainer: Trainer, store: Gated) -
             publisher.publish({name: t for name, t in trainer.tensors.items() if name != "b"})
         with pytest.raises(DeltaError, match="tensor b has dtype BF16"):
             publisher.publish({**trainer.tensors, "b": trainer.tensors["b"]._replace(dtype="BF16")})
-        assert publisher.publish(trainer.learn()).result(10).number == 3
+        assert publisher.publish(trainer.learn()).result(60).number == 3
     assert numbers(store, trainer) == [0, 3]
 
 
 def test_c01_nothing_changed_is_a_version_without_payload(trainer: Trainer, store: Gated) -> None:
     with started(trainer, store) as publisher:
-        published = publisher.publish(trainer.tensors).result(10)
+        published = publisher.publish(trainer.tensors).result(60)
         assert published.manifest.state == trainer.state
         assert [f.name for f in published.manifest.representation.files] == [INDEX_NAME]
-        assert publisher.publish(trainer.learn("scale")).result(10).delta.changed.keys() == {"scale"}
+        assert publisher.publish(trainer.learn("scale")).result(60).delta.changed.keys() == {"scale"}
     assert numbers(store, trainer) == [0, 1, 2]
 
 
@@ -238,7 +238,7 @@ def test_outcome_unknown_stops_this_writer(trainer: Trainer, store: Gated) -> No
         store.fail = lambda i, name, key: StoreError("denied") if name == "swap" else None
         future = publisher.publish(trainer.learn())
         with pytest.raises(OutcomeUnknown, match="whether its head moved to 1"):
-            future.result(10)
+            future.result(60)
         with pytest.raises(OutcomeUnknown):
             publisher.publish(trainer.learn())
         assert publisher.head == 0
@@ -249,20 +249,20 @@ def test_c07_a_second_trainer_takes_the_run_over(trainer: Trainer, store: Gated)
     with started(trainer, store) as old:
         new_store = Gated(store.store)
         with started(trainer, new_store) as new:
-            assert new.publish(trainer.learn()).result(10).number == 1
+            assert new.publish(trainer.learn()).result(60).number == 1
             future = old.publish(trainer.learn())
             with pytest.raises(Fenced, match="another writer has claimed run r"):
-                future.result(10)
+                future.result(60)
             with pytest.raises(Fenced):
                 old.publish(trainer.learn())
-            assert new.publish(trainer.learn()).result(10).number == 2
+            assert new.publish(trainer.learn()).result(60).number == 2
     assert numbers(store, trainer) == [0, 1, 2]
 
 
 def test_c07_a_trainer_that_cannot_go_on_fences_nobody(trainer: Trainer, store: Gated) -> None:
     """Started from the boot checkpoint although the run has gone on: refused, and the other publishes on."""
     with started(trainer, store) as publisher:
-        publisher.publish(trainer.learn()).result(10)
+        publisher.publish(trainer.learn()).result(60)
         second = Gated(store.store)
         with (
             pytest.raises(ClaimRefused, match=r"run r is at version 1, whose state is .*: resume from a"),
@@ -270,7 +270,7 @@ def test_c07_a_trainer_that_cannot_go_on_fences_nobody(trainer: Trainer, store: 
         ):
             pass
         assert second.closed
-        assert publisher.publish(trainer.learn()).result(10).number == 2
+        assert publisher.publish(trainer.learn()).result(60).number == 2
     assert numbers(store, trainer) == [0, 1, 2]
 
 
@@ -288,7 +288,7 @@ def test_c06_resumes_at_any_saved_version(trainer: Trainer, store: Gated) -> Non
             publisher.publish(weights[-1])
     for saved in (2, 0, 5):
         with resumed(trainer, Gated(store.store), saved) as publisher:
-            published = publisher.publish(weights[1]).result(10)
+            published = publisher.publish(weights[1]).result(60)
             assert published.manifest.state == state_digest(table_of(weights[1]))
     assert numbers(store, trainer) == [0, 1, 2, 3, 4, 5, 6, 7]
     with pytest.raises(ClaimRefused, match=r"saved at version 9: is this the same store\?"):
@@ -305,7 +305,7 @@ def test_c06_resumes_above_a_raised_floor(trainer: Trainer, store: Gated) -> Non
         publisher.publish(trainer.learn())
     floor = asyncio.run(full())
     with resumed(trainer, Gated(store.store), 1) as publisher:
-        published = publisher.publish(trainer.learn()).result(10)
+        published = publisher.publish(trainer.learn()).result(60)
         assert published.delta.base == floor
     assert numbers(store, trainer) == [0, 1, 2, 3]
     assert list((trainer.root / "work").iterdir()) == []
@@ -323,7 +323,7 @@ def test_c35_a_version_that_a_rollback_gave_up(trainer: Trainer, store: Gated) -
     with pytest.raises(ClaimRefused, match="a rollback to 1 gave up the versions 2 to 3"):
         resumed(trainer, Gated(store.store), 2)
     with resumed(trainer, Gated(store.store), 2, override=True) as publisher:
-        assert publisher.publish(trainer.learn()).result(10).number == 4
+        assert publisher.publish(trainer.learn()).result(60).number == 4
     assert numbers(store, trainer) == [0, 1, 2, 3, 4]
 
 
@@ -349,7 +349,7 @@ def test_a_real_store_in_a_directory(trainer: Trainer, tmp_path: Path) -> None:
         publisher.publish(trainer.learn())
     publisher.close()
     again = PolicyPublisher.start(url, "s", trainer.boot, tmp_path / "work")
-    assert again.publish(trainer.learn()).result(10).number == 1
+    assert again.publish(trainer.learn()).result(60).number == 1
     again.close()
     assert not any(thread.name.startswith("stitch-publish") for thread in threading.enumerate())
 

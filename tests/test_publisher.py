@@ -479,7 +479,7 @@ async def test_retries_hide_a_fault_of_any_call(tmp_path: Path, fault: str) -> N
         trainer = Trainer(tmp_path / f"{fault}-{k}")
         store = MemoryStore()
         faulty = FaultyStore(store, nth(k, fault), late_by=2)
-        publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=5.0)
+        publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=120.0)
         await publisher.claim(trainer.version0)
         for _ in range(3):
             await trainer.publish(publisher)
@@ -545,7 +545,7 @@ async def test_c31_the_same_swap_is_repeated_until_it_is_known(trainer: Trainer)
         store = MemoryStore()
         trainer.resume(trainer.state)
         faulty = FaultyStore(store, swap_of(1, fault, times), late_by=late_by)
-        publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=5.0)
+        publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=120.0)
         await publisher.claim(trainer.version0)
         assert (await trainer.publish(publisher)).number == 1
         await faulty.land()
@@ -558,7 +558,7 @@ async def test_a_swap_that_landed_under_a_new_claim_counts(trainer: Trainer) -> 
     store = MemoryStore()
     trainer_2 = trainer.publisher(store)
     faulty = FaultyStore(store)
-    publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=5.0)
+    publisher = trainer.publisher(faulty, retry=QUICK_RETRY, deadline=120.0)
     await publisher.claim(trainer.version0)
     landed: list[str] = []
 

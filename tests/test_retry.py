@@ -55,6 +55,7 @@ async def test_other_errors_pass(slept: list[float]) -> None:
     assert await retrying(failing(1, NotFound), Retry(), random.Random(1), (NotFound,)) == 2
 
 
+@pytest.mark.virtual_time
 async def test_deadline_bounds_unlimited_attempts() -> None:
     policy = Retry(attempts=None, first=0.01, cap=0.02, deadline=0.1)
     start = asyncio.get_running_loop().time()

@@ -130,7 +130,7 @@ def test_the_proven_copy_becomes_a_full_every_so_many_versions_and_the_floor_ris
     delta = OwnDelta(made, FILES)
     for number in range(1, 4):
         delta.publish(world.learn())
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while number == 2 and not fulls(world) and time.monotonic() < deadline:
             time.sleep(0.02)
     made.close()
