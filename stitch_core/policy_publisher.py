@@ -12,7 +12,7 @@ import contextlib
 import random
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from .scratch import own_directory
 from .stores import open_store
 from .stores.bounded import BoundedStore
 from .threads import LoopThread
+from .waking import Waker
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ class PolicyPublisher:
         encoding: str = "xor",
         saved: int | None = None,
         override: bool = False,
+        wake: Sequence[str] = (),
     ) -> None:
         """See ``start``."""
+        self._waker = Waker.given(wake)
         self._files, self._clock = PosixFiles(), SystemClock()
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files), encoding)
         self._turn = asyncio.Lock()
@@ -100,6 +103,7 @@ class PolicyPublisher:
         saved: int | None = None,
         override: bool = False,
         compact: bool = False,
+        wake: Sequence[str] = (),
     ) -> PolicyPublisher:
         """Claim ``run`` in the store at URL ``store``.
 
@@ -107,14 +111,16 @@ class PolicyPublisher:
         ``encoding`` "xor", which stock receivers read, or "sparse", half as large. A trainer that resumes
         says in ``saved`` at which version its checkpoint was saved, and with ``override`` that it means one
         which a rollback gave up; what it publishes first is a delta from a version that was proven here.
-        ``compact`` runs ``stitch compact`` beside it, for replicas that join a long run.
+        ``compact`` runs ``stitch compact`` beside it, for replicas that join a long run. ``wake`` are URLs of
+        gateways or replicas that are told of each version, in the background, so that replicas need not wait
+        for their next look; STITCH_WAKE_TOKEN (or a file, STITCH_WAKE_TOKEN_FILE) is for those with tokens.
         Raises PublishError (ClaimRefused when ``boot`` is not the run's version 0, when the run has gone on
         from it and ``saved`` is not given, or was given up), CheckpointError, StoreError, FormatError,
-        CheckoutRefused.
+        CheckoutRefused, BadWakeUrl, BadTokens, OSError.
         """
         publisher = cls(
             lambda: open_store(store), run, boot, work, producer=producer or {}, encoding=encoding,
-            saved=saved, override=override,
+            saved=saved, override=override, wake=wake,
         )  # fmt: skip
         if compact:
             publisher._compacting = CompactorProcess(store, run, boot, work)
@@ -206,6 +212,7 @@ class PolicyPublisher:
         if self._compacting is not None:
             self._compacting.close()
         self._loop.run(self._end())
+        self._waker.flush()
         self._loop.close()
         self._held.close()
 
@@ -264,6 +271,7 @@ class PolicyPublisher:
                 with self._pipeline.turn(number):
                     began = self._clock.monotonic()
                     manifest = await self._publisher.publish(payload, number)
+                    self._waker.wake()
                 return Published(manifest, delta, self._clock.monotonic() - began)
         finally:
             with contextlib.suppress(OSError):  # only room on a disk

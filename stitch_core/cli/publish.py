@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from ..chain import ChainReader
@@ -29,6 +30,7 @@ from ..safetensors import Tensor
 from ..state import TensorTable, layout_difference, state_digest
 from ..stores.keys import is_key
 from ..versions import check_run_id
+from ..waking import FILE_VARIABLE, VARIABLE, Waker
 from .claim import new_publisher
 from .common import (
     Commands,
@@ -79,6 +81,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--wait-timeout", type=seconds, default=300.0, metavar="S", help="how long (default: 300)"
     )
+    parser.add_argument(
+        "--wake", action="append", default=[], metavar="URL",
+        help="a gateway or replica that is told of the version, so that replicas look at once; nothing fails "
+        "where that does not succeed; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wake-token-file", type=absolute_path, metavar="FILE",
+        help=f"the token that they want (or {FILE_VARIABLE}, or {VARIABLE}, the token itself)",
+    )  # fmt: skip
 
 
 def _replicas(text: str) -> int | float:
@@ -91,7 +102,8 @@ def _replicas(text: str) -> int | float:
 
 
 async def run(options: argparse.Namespace) -> int:
-    manifest, tensors = await publish_directory(options)
+    waker = Waker.given(options.wake, options.wake_token_file)
+    manifest, tensors = await publish_directory(options, waker.wake)
     late = None
     if options.wait_replicas is not None:
         say(f"waiting for replicas to serve {manifest.version}")
@@ -108,13 +120,17 @@ async def run(options: argparse.Namespace) -> int:
     emit(result, options.json, lambda: f"{manifest.version} is published: a {r.kind} of {size_text(r.bytes)}")
     if late is not None:
         say(late)
+    await asyncio.to_thread(waker.flush)
     return 0 if late is None else 1
 
 
-async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int | None]:
+async def publish_directory(
+    options: argparse.Namespace, published: Callable[[], None] = lambda: None
+) -> tuple[Manifest, int | None]:
     """Publish as the options say; the new version, and how many tensors a delta changes.
 
-    Raises UsageError, PublishError, StoreError, and what reading the directory raises.
+    ``published`` is called once the head names it. Raises UsageError, PublishError, StoreError, and what
+    reading the directory raises.
     """
     check_run_id(options.run_id)
     directory, base = options.directory, options.base
@@ -151,6 +167,7 @@ async def publish_directory(options: argparse.Namespace) -> tuple[Manifest, int 
                     payload = await asyncio.to_thread(prepare, options, host, work, publisher.head.number)
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
+            published()
     return manifest, len(payload.changed) if is_delta or options.as_delta else None
 
 

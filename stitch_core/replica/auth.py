@@ -213,15 +213,22 @@ def exposed(host: str, tokens: Tokens | None) -> str | None:
     )
 
 
-def outgoing(file: Path | None, environ: Mapping[str, str] = os.environ) -> Callable[[], str | None]:
-    """The token that a gateway shows to replicas, asked for anew each time. Raises BadTokens and OSError."""
-    named = environ.get(REPLICA_FILE_VARIABLE)
+def outgoing(
+    file: Path | None,
+    environ: Mapping[str, str] = os.environ,
+    variables: tuple[str, str] = (REPLICA_VARIABLE, REPLICA_FILE_VARIABLE),
+) -> Callable[[], str | None]:
+    """The token that is shown to others (by default a gateway's to replicas), asked for anew each time.
+
+    ``variables`` name the token and a file of it. Raises BadTokens and OSError.
+    """
+    named = environ.get(variables[1])
     file = file or (Path(named) if named else None)
     if file is not None:
         reloaded = Reloaded(file, lambda text, where: check_token(text.strip(), where))
         return lambda: str(reloaded.value())
-    text = environ.get(REPLICA_VARIABLE)
+    text = environ.get(variables[0])
     if not text:
         return lambda: None
-    token = check_token(text, REPLICA_VARIABLE)
+    token = check_token(text, variables[0])
     return lambda: token

@@ -28,6 +28,7 @@ HELP = {
     "inner_generate": "a generate function of your own",
     "async": "publish behind the next step (Stitch's own encoder)",
     "prove": "apply each delta to a proven copy before the head moves",
+    "wake": "URLs of gateways or replicas to tell of each new version, with commas between them",
     "wait_replicas": "after each version wait until so many replicas (1.0: all that live) serve it",
     "wait_replicas_timeout": "seconds for which to wait for replicas",
     "wait_replicas_then": "then warn or stop",

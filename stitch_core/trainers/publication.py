@@ -34,6 +34,7 @@ from ..stores.bounded import BoundedStore
 from ..stores.transfer import upload
 from ..threads import LoopThread
 from ..versions import directory_name
+from ..waking import Waker
 from .base import BaseCheckout
 from .boot import boot_table
 from .group import RanksFailed, together
@@ -92,6 +93,7 @@ class GroupPublisher:
         self._publisher: Publisher | None = None
         self._prover: Prover | None = None
         self._compacting: CompactorProcess | None = None
+        self._waker = Waker(())
         self._checkout = BaseCheckout(settings, group, self._store, self._files, self._loop.run)
         self._boot: TensorTable = {}
         self._table: TensorTable = {}
@@ -216,6 +218,7 @@ class GroupPublisher:
             if self._prover is not None:
                 self._loop.run(self._prover.close())
         finally:
+            self._waker.flush()
             self._loop.run(self._store.close())
             self._loop.close()
 
@@ -225,6 +228,7 @@ class GroupPublisher:
         if self.group.rank != 0:
             return None
         settings, record = self.settings, saved()
+        self._waker = Waker.given(settings.wake)
         publisher = Publisher(
             self._store, settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=self._producer,
@@ -279,6 +283,7 @@ class GroupPublisher:
             uploaded=uploaded,
         )  # fmt: skip
         manifest = self._loop.run(self._rank0().publish(payload, number))
+        self._waker.wake()
         self._table = verdict.table
         self.on_published(manifest)
         if self._compacting is not None:

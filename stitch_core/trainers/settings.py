@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from ..fleet import wanted_problem
 from ..stores import BadUrl, open_store
 from ..versions import VersionError, check_run_id
+from ..waking import BadWakeUrl, wake_urls
 
 PREFIX = "stitch_"
 
@@ -48,6 +49,7 @@ class TrainerSettings:
     at a version that a rollback gave up. ``alone`` vouches that no other trainer writes the run, which stores
     without conditional writes need. ``encoding`` of the deltas that our own encoder writes: "xor", as stock
     receivers read it, or "sparse", about half as large. ``compact`` runs ``stitch compact`` on rank 0's host.
+    ``wake``: URLs of gateways or replicas that are told when a version is published.
     """
 
     run: str
@@ -73,6 +75,7 @@ class TrainerSettings:
     alone: bool = False
     encoding: str = "xor"
     compact: bool = False
+    wake: tuple[str, ...] = ()
 
 
 FIELDS = {f.name.rstrip("_"): f.name for f in dataclasses.fields(TrainerSettings)}
@@ -104,6 +107,8 @@ def read_settings(args: Any, argv: Sequence[str] = ()) -> TrainerSettings:
     for key in ("boot", "work"):
         if key in values:
             values[key] = Path(os.path.abspath(values[key]))
+    if "wake" in values:
+        values["wake"] = wake_urls(values["wake"])
     values.setdefault("work", Path(tempfile.gettempdir()) / f"stitch-{values['run']}")
     return TrainerSettings(**{FIELDS[key]: value for key, value in values.items()})
 
@@ -193,12 +198,20 @@ def _encoding(value: Any) -> str | None:
     return None if value in ("xor", "sparse") else f"expected xor or sparse, got {value!r}"
 
 
+def _urls(value: Any) -> str | None:
+    try:
+        wake_urls(value)
+    except BadWakeUrl as error:
+        return str(error)
+    return None
+
+
 KINDS: Mapping[str, Callable[[Any], str | None]] = {
     "lag": _whole, "max_staleness": _whole, "anchor_every": _from_one, "patience": _seconds,
     "wait_replicas_timeout": _seconds, "wait_replicas": wanted_problem, "wait_replicas_then": _then,
     "encoding": _encoding,
     "keep_files": _switch, "async": _switch, "prove": _switch, "override": _switch, "alone": _switch,
-    "compact": _switch,
+    "compact": _switch, "wake": _urls,
 }  # fmt: skip
 
 

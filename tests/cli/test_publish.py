@@ -15,6 +15,7 @@ from stitch_core.state import state_digest
 from stitch_core.testing.checkpoints import random_tensors, table_of, write_checkpoint
 from tests.cli.commands import Shell
 from tests.small_run import FILES, LAYOUT
+from tests.woken import Woken
 
 
 def test_claim(shell: Shell) -> None:
@@ -114,6 +115,16 @@ def test_waiting_for_replicas(shell: Shell) -> None:
     with pytest.raises(SystemExit):
         shell.publish(shell.learn("three"), "--wait-replicas", "1.5")
     assert shell.head() == (2, 2)
+
+
+def test_waking(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STITCH_WAKE_TOKEN", "token-0123456789abcdef")
+    with Woken().running() as server:
+        said = shell.publish(shell.learn("one"), "--wake", "http://127.0.0.1:1", "--wake", server.url)
+        assert (said.code, server.calls) == (0, [("/wake", "Bearer token-0123456789abcdef")])
+    refused = shell.publish(shell.learn("two"), "--wake", "gateway:30000")
+    assert (refused.code, shell.head()[0]) == (2, 1)
+    assert "'gateway:30000' cannot be woken: expected the URL of a gateway" in refused.complaint
 
 
 def test_the_same_work_directory_twice(shell: Shell) -> None:

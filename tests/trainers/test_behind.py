@@ -22,6 +22,7 @@ from tests.small_run import FILES
 from tests.test_policy_publisher import Gated, refuse
 from tests.trainers.ranks import ThreadGroup, World, on_ranks, same
 from tests.trainers.test_publication import plain, rebuilt, versions
+from tests.woken import Woken
 
 
 @pytest.fixture
@@ -243,3 +244,40 @@ def test_an_unreadable_store_does_not_fail_what_is_published(world: World) -> No
     publisher.claim()
     store.fail = lambda i, name, key: StoreError("denied") if name == "list" else None
     assert OwnDelta(publisher, FILES).publish(world.learn()) == 1
+
+
+# ------------------------------------------------------------------------------------------------ waking
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_one_rank_wakes_and_a_server_that_is_gone_is_in_nobodys_way(
+    world: World, async_: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    todo = [world.learn(), world.learn()]
+
+    def train(group: ThreadGroup) -> list[int]:
+        settings = world.settings(wake=("http://127.0.0.1:1", server.url), async_=async_)
+        publisher = GroupPublisher(settings, group, files=FILES, store=world.store)
+        publisher.claim()
+        delta = OwnDelta(publisher, FILES)
+        done = []
+        for tensors in todo:
+            done.append(delta.publish(world.share(tensors, group.rank, 2)))
+            delta.flush()
+            if group.rank == 0:
+                server.until(lambda: len(server.calls) == len(done))
+        return done
+
+    with Woken().running() as server:
+        assert same(on_ranks(2, train)) == [1, 2]
+    assert len(server.calls) == 2
+    assert "http://127.0.0.1:1 is not woken by new versions" in caplog.text
+
+
+def test_a_token_to_wake_with_that_cannot_be_one_stops_the_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STITCH_WAKE_TOKEN", "short")
+    with pytest.raises(RanksFailed, match=r"STITCH_WAKE_TOKEN: a token is at least 16"):
+        world.publisher(Solo(), wake=("http://127.0.0.1:1",)).claim()
+    assert not (world.root / "store/runs").exists()

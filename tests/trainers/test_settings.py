@@ -45,6 +45,8 @@ def test_what_is_not_set_has_a_default() -> None:
         ({"stitch_wait_replicas": 1.5}, "expected a number of replicas from 1 on, or a fraction up to 1.0"),
         ({"stitch_wait_replicas": True}, "got True"),
         ({"stitch_wait_replicas_then": "die"}, "stitch_wait_replicas_then: expected warn or stop, got 'die'"),
+        ({"stitch_wake": "gateway:30000"}, "stitch_wake: 'gateway:30000' cannot be woken: expected the URL"),
+        ({"stitch_wake": [30000]}, "stitch_wake: [30000] cannot be woken"),
         ({"stitch_anchor_every": 0}, "stitch_anchor_every: expected a number of versions from 1 on, got 0"),
         ({"stitch_asinc": True}, "stitch_asinc is not a setting, did you mean stitch_async?"),
         ({"hf_checkpoint": None}, "stitch_boot is missing"),
@@ -127,6 +129,8 @@ def test_every_setting_is_a_flag_where_flags_can_be_added() -> None:
     assert given == {"stitch_run": "r", "stitch_lag": 2, "stitch_keep_files": True}
     more = parser.parse_args(["--stitch-async", "--stitch-wait-replicas", "0.5"])
     assert (more.stitch_async, more.stitch_wait_replicas) == (True, 0.5)
+    urls = parser.parse_args(["--stitch-wake", "http://a:1,http://b:2"]).stitch_wake
+    assert read_settings(arguments(stitch_wake=urls)).wake == ("http://a:1", "http://b:2")
     settings = read_settings(
         SimpleNamespace(**vars(parsed) | {"stitch_store": "file:/store", "hf_checkpoint": "/b"})
     )

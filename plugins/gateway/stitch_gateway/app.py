@@ -206,7 +206,7 @@ class Gateway:
         return web.json_response({"requests": len(calls)})
 
     async def _wake(self, request: web.Request) -> web.Response:
-        return web.json_response({"replicas": await self.reach.everyone("/wake", {})}, status=202)
+        return web.json_response({"replicas": await self.reach.wake_all()}, status=202)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

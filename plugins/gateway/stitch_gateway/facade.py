@@ -173,7 +173,7 @@ class Facade:
             at = "has no version yet: no trainer has claimed it" if now is None else f"is at version {now}"
             message = f"version {number} is not published after {self._patience:g} s: run {run} {at}"
             raise Refused(not_ready(message, run=run, target_version=number, applied=now))
-        self._start(self._reach.everyone("/wake", {}))
+        self._start(self._reach.wake_all())
 
     async def _nothing(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True, "status": "ok", "message": f"nothing to do: {FOLLOW}"})

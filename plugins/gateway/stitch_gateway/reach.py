@@ -13,13 +13,15 @@ from stitch_core.versions import VersionConstraint
 
 from .attempt import FAILURES
 from .fleet import Fleet
-from .routing import behind
+from .routing import Replica, behind
 
 # On what one gateway passes to another, which passes it no further.
 HEADER_FORWARDED = "x-stitch-forwarded"
 # Replicas are woken for requests that wait at most this often (seconds), so many of them at once: each then
 # reads the store.
 WAKE_EVERY, MOST_WOKEN = 1.0, 100
+# Seconds that a replica gets to take a wake: a publisher waits twice as long for the gateway.
+WAKE_SECONDS = 1.0
 
 
 class Reach:
@@ -35,24 +37,56 @@ class Reach:
         self._peers = peers
         self._wanted: set[VersionConstraint] = set()
         self._waking: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[int] | None = None
+        self._next_round: asyncio.Task[int] | None = None
 
     async def close(self) -> None:
         """Ends what is under way."""
-        if self._waking is not None:
-            self._waking.cancel()
-            await asyncio.gather(self._waking, return_exceptions=True)
+        tasks = [task for task in (self._waking, self._round, self._next_round) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def everyone(self, path: str, body: dict[str, Any]) -> int:
-        """POST to every replica; how many took it. Those that are gone have nothing to abort or to wake."""
+        """POST to every replica; how many took it. Those that are gone have nothing to abort."""
         posts = [self.one(replica.url, path, body, replica.headers) for replica in self._fleet.replicas]
         return sum(await asyncio.gather(*posts))
 
+    async def wake_all(self) -> int:
+        """Tell every replica that lives to look at the store now; how many took it.
+
+        Whoever asks while that is under way shares the next round with all who do: each costs a request for
+        every replica, and the store one.
+        """
+        if self._next_round is None:
+            self._next_round = asyncio.ensure_future(self._wake_round(self._round))
+        return await asyncio.shield(self._next_round)  # whoever asked may have left
+
+    async def _wake_round(self, before: asyncio.Task[int] | None) -> int:
+        if before is not None:
+            await asyncio.wait([before])
+        self._round, self._next_round = self._next_round, None
+        limit = asyncio.Semaphore(MOST_WOKEN)
+
+        async def post(replica: Replica) -> bool:
+            async with limit:
+                return await self.one(replica.url, "/wake", {}, replica.headers, WAKE_SECONDS)
+
+        return sum(await asyncio.gather(*(post(each) for each in self._fleet.replicas if each.alive)))
+
     async def one(
-        self, url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None = None,
+        seconds: float | None = None,
     ) -> bool:
+        """POST, for ``seconds`` where that is given; whether it was taken."""
+        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.post(
-                url + path, json=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 return answer.status < 300
         except FAILURES:
