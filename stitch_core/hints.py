@@ -1,4 +1,8 @@
-"""What replicas say that they fetch, in their records under ``replicas/``, by clocks that may be wrong."""
+"""Replicas' records under ``replicas/``: what they say that they fetch, and which nobody renews any more.
+
+Replicas' clocks may be wrong, and so may the one here. Where the store tells when it got a record its clock
+counts too, and whichever date is the later.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,31 @@ import asyncio
 import functools
 import json
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .manifest import read_time
 from .ports import Clock, NotFound, Store, stamp_of
 from .retry import Retry, retrying
+
+T = TypeVar("T")
 
 RECORDS = "replicas/"
 PARALLEL = 16
 
 
 @dataclass(frozen=True)
-class Fetching:
-    """Digests of what a replica fetches, until when its record counts by its clock, and seconds in all."""
+class Hint:
+    """Digests of what a replica fetches, for which target, until when its record counts, seconds in all."""
 
     digests: frozenset[str]
+    target: str | None
     expires: float
     lifetime: float
+
+    def concerns(self, run: str) -> bool:
+        return self.target is None or self.target.startswith(f"{run}/")
 
 
 async def fetched(
@@ -31,39 +42,76 @@ async def fetched(
 ) -> set[str]:
     """Digests of what replicas fetch of ``run``, by records that expired less than ``grace`` seconds ago.
 
-    By their own dates or, where the store tells when it got a record, by its clock: the later counts, since
-    a replica's clock may be far behind, or the one here ahead. Raises StoreError.
+    Raises StoreError.
     """
-    limit = asyncio.Semaphore(PARALLEL)
 
     async def look(key: str) -> frozenset[str]:
+        said = read_hint((await retrying(functools.partial(store.load, key), policy, rng)).data)
+        if said is None or not said.digests or not said.concerns(run):
+            return frozenset()
+        old = await _is_old(store, key, said, clock=clock, grace=grace, policy=policy, rng=rng)
+        return frozenset() if old else said.digests
+
+    found = await _of_all(store, look, policy, rng)
+    return {digest for digests in found.values() for digest in digests}
+
+
+async def abandoned(
+    store: Store, run: str, *, clock: Clock, grace: float, policy: Retry, rng: random.Random
+) -> dict[str, bytes]:
+    """Records that expired more than ``grace`` seconds ago, by key, as they were read. Raises StoreError.
+
+    Not those that cannot be read, and not those that say what another run's replica fetches: that run's own
+    collector may know a longer grace.
+    """
+
+    async def look(key: str) -> bytes | None:
+        data = (await retrying(functools.partial(store.load, key), policy, rng)).data
+        said = read_hint(data)
+        if said is None or (said.digests and not said.concerns(run)):
+            return None
+        old = await _is_old(store, key, said, clock=clock, grace=grace, policy=policy, rng=rng)
+        return data if old else None
+
+    found = await _of_all(store, look, policy, rng)
+    return {key: data for key, data in found.items() if data is not None}
+
+
+async def _of_all(
+    store: Store, look: Callable[[str], Awaitable[T]], policy: Retry, rng: random.Random
+) -> dict[str, T]:
+    """What ``look`` finds in each record; those that were withdrawn since they were listed are left out."""
+    limit = asyncio.Semaphore(PARALLEL)
+
+    async def one(key: str) -> list[tuple[str, T]]:
         async with limit:
             try:
-                blob = await retrying(functools.partial(store.load, key), policy, rng)
-                said = read_fetching(blob.data, run)
-                if said is None or said.expires > clock.time() - grace:
-                    return said.digests if said else frozenset()
-                stamp = await retrying(functools.partial(stamp_of, store, key), policy, rng)
-            except NotFound:  # withdrawn since it was listed
-                return frozenset()
-        return said.digests if stamp is not None and stamp.age < said.lifetime + grace else frozenset()
+                return [(key, await look(key))]
+            except NotFound:
+                return []
 
     entries = await retrying(functools.partial(store.list, RECORDS), policy, rng)
-    found = await asyncio.gather(*(look(entry.key) for entry in entries if entry.key.startswith(RECORDS)))
-    return {digest for digests in found for digest in digests}
+    found = await asyncio.gather(*(one(entry.key) for entry in entries if entry.key.startswith(RECORDS)))
+    return dict(each for some in found for each in some)
 
 
-def read_fetching(record: bytes, run: str) -> Fetching | None:
-    """None where a record says nothing of ``run``: it is damaged, of another run, or fetches nothing."""
+async def _is_old(
+    store: Store, key: str, said: Hint, *, clock: Clock, grace: float, policy: Retry, rng: random.Random
+) -> bool:
+    """Whether a record expired ``grace`` seconds ago, by its own dates and by the store's."""
+    if said.expires > clock.time() - grace:
+        return False
+    stamp = await retrying(functools.partial(stamp_of, store, key), policy, rng)
+    return stamp is None or stamp.age >= said.lifetime + grace
+
+
+def read_hint(record: bytes) -> Hint | None:
+    """None for a record that cannot be read."""
     try:
         said: Any = json.loads(record)
         expires, digests = read_time(said["expires"], "expires"), list(said.get("fetching") or ())
         target, written = said.get("target"), read_time(said.get("time", expires), "time")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if isinstance(target, str) and not target.startswith(f"{run}/"):
-        return None
-    if not digests:
-        return None
     mine = frozenset(digest for digest in digests if isinstance(digest, str))
-    return Fetching(mine, expires, max(expires - written, 0.0))
+    return Hint(mine, target if isinstance(target, str) else None, expires, max(expires - written, 0.0))

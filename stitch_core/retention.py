@@ -1,11 +1,13 @@
 """The collector: deletes the payload of one run that nobody can need any more.
 
-What may go, of what is listed below the run:
+What may go, of what is listed below the run and below ``replicas/``:
 
 - payload, fulls and spans below the **cutoff**: the floor of a version that has been the head's, or before
   it, for longer than the grace period, and never less than two floors down;
 - payload that no version of the head's chain refers to, of epochs below the head's. A publisher of such an
-  epoch that wakes up can swap nothing: its swap names the head as it was before the claim.
+  epoch that wakes up can swap nothing: its swap names the head as it was before the claim;
+- records of replicas that expired longer than the grace ago. Should one be renewed after all, its replica
+  writes it anew within seconds.
 
 Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas say they
 are fetching, by records that expired less than the grace period ago. Writers' clocks may be wrong, so dates
@@ -18,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .chain import ChainReader
 from .head import Channel, Head, head_key
-from .hints import fetched
+from .hints import abandoned, fetched
 from .manifest import (
     FormatError,
     Manifest,
@@ -66,7 +68,8 @@ class Sweep:
     """What one run of the collector found and did. ``floor`` is the cutoff: from there on age is no reason.
 
     ``doomed`` are the objects that may go, ``deleted`` and ``freed`` how many did, with their bytes;
-    ``failed`` maps keys to what went wrong, ``kept`` counts objects that only a protection keeps.
+    ``failed`` maps keys to what went wrong, ``kept`` counts objects that only a protection keeps. ``records``
+    are those of replicas that may go, ``forgotten`` how many did.
     """
 
     run: str
@@ -78,6 +81,8 @@ class Sweep:
     deleted: int = 0
     freed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    records: dict[str, bytes] = field(default_factory=dict)
+    forgotten: int = 0
 
     @property
     def bytes(self) -> int:
@@ -122,7 +127,8 @@ class Collector:
                 kept += 1
             else:
                 doomed.append(entry)
-        return Sweep(self._run, cutoff, head.number, len(listed), doomed, kept)
+        records = await abandoned(self._store, self._run, **self._hints)
+        return Sweep(self._run, cutoff, head.number, len(listed), doomed, kept, records=records)
 
     async def collect(self) -> Sweep:
         """Survey, and delete. A delete that fails is noted, and the rest goes on."""
@@ -137,6 +143,7 @@ class Collector:
             await self._delete(batch, sweep)
             done += len(batch)
             self._progress(done, sweep.freed)
+        await self._forget(sweep)
         return sweep
 
     # ------------------------------------------------------------------------------------- what may go
@@ -229,9 +236,11 @@ class Collector:
                     yield number
 
     async def _fetching(self) -> set[str]:
-        return await fetched(
-            self._store, self._run, clock=self._clock, grace=self._grace, policy=self._policy, rng=self._rng
-        )
+        return await fetched(self._store, self._run, **self._hints)
+
+    @property
+    def _hints(self) -> Any:
+        return {"clock": self._clock, "grace": self._grace, "policy": self._policy, "rng": self._rng}
 
     async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
         limit = asyncio.Semaphore(PARALLEL)
@@ -266,19 +275,40 @@ class Collector:
         return await retrying(call, self._policy, self._rng)
 
     async def _delete(self, entries: Iterable[Entry], sweep: Sweep) -> None:
+        async def delete(entry: Entry) -> None:
+            await self._call(functools.partial(self._store.delete, entry.key))
+            sweep.deleted += 1
+            sweep.freed += entry.size
+
+        await self._each({entry.key: functools.partial(delete, entry) for entry in entries}, sweep)
+
+    async def _forget(self, sweep: Sweep) -> None:
+        """Delete the records, but one that was renewed since it was read."""
+
+        async def forget(key: str, data: bytes) -> None:
+            try:
+                if (await self._call(functools.partial(self._store.load, key))).data != data:
+                    return
+            except NotFound:
+                return
+            await self._call(functools.partial(self._store.delete, key))
+            sweep.forgotten += 1
+
+        calls = {key: functools.partial(forget, key, data) for key, data in sweep.records.items()}
+        await self._each(calls, sweep)
+
+    async def _each(self, calls: Mapping[str, Callable[[], Awaitable[None]]], sweep: Sweep) -> None:
+        """Make the calls, each for a key; what fails is noted."""
         limit = asyncio.Semaphore(PARALLEL)
 
-        async def delete(entry: Entry) -> None:
+        async def one(key: str, call: Callable[[], Awaitable[None]]) -> None:
             async with limit:
                 try:
-                    await self._call(functools.partial(self._store.delete, entry.key))
+                    await call()
                 except (StoreError, OSError) as error:
-                    sweep.failed[entry.key] = str(error)
-                else:
-                    sweep.deleted += 1
-                    sweep.freed += entry.size
+                    sweep.failed[key] = str(error)
 
-        await asyncio.gather(*(delete(entry) for entry in entries))
+        await asyncio.gather(*(one(key, call) for key, call in calls.items()))
 
 
 def _epoch(row: Row) -> int:

@@ -257,6 +257,89 @@ async def test_a_damaged_replica_record_stops_nothing(run: Run, data: bytes) -> 
     assert payload(run) == set(range(6, 13))
 
 
+# ----------------------------------------------------------------------------- records of replicas
+
+
+def left(run: Run) -> set[str]:
+    return {key for key in run.memory.state.objects if key.startswith("replicas/")}
+
+
+def leave(run: Run, name: str, expires_in: float, /, **said: Any) -> str:
+    now, key = run.clock.now, f"replicas/{name}.json"
+    record = {"id": name, "run": "r", "fetching": [], "target": None, "time": now + expires_in - 15.0}
+    run.memory.state.objects[key] = canonical_json({**record, "expires": now + expires_in, **said})
+    return key
+
+
+async def test_records_of_killed_replicas_piled_up_for_ever(run: Run) -> None:
+    """Only the replica itself took its record away, and the next one had another id."""
+    old = [leave(run, f"dead{i}", -3600.0 - i) for i in range(1, 100)]
+    late, alive = leave(run, "late", -3599.0), leave(run, "alive", 15.0)
+    plan = await collector(run, grace=3600.0).survey()
+    assert set(plan.records) == set(old)
+    assert left(run) == {*old, late, alive}
+    sweep = await collect(run, grace=3600.0)
+    assert (left(run), sweep.forgotten, sweep.failed) == ({late, alive}, 99, {})
+    assert not any("replicas/" in entry.key for entry in sweep.doomed)
+
+
+async def test_a_record_of_a_replica_that_was_to_boot_goes_whichever_run_is_collected(run: Run) -> None:
+    leave(run, "booting", -9e5, run=None)
+    leave(run, "of-another", -9e5, run="r2", target="r2/weight_v000003")
+    assert (await collect(run)).forgotten == 2
+
+
+async def test_what_another_runs_replica_said_that_it_fetches_is_left_to_that_runs_collector(
+    run: Run,
+) -> None:
+    """Its grace may be longer, and what is fetched is kept by this record."""
+    key = leave(run, "other", -9e5, run="r2", target="r2/weight_v000003", fetching=["sha256:1"])
+    assert (await collect(run)).forgotten == 0
+    leave(run, "mine", -9e5, target="r/weight_v000003", fetching=["sha256:1"])
+    assert (await collect(run)).forgotten == 1
+    assert left(run) == {key}
+
+
+@pytest.mark.parametrize(("age", "gone"), [(3614.0, False), (3616.0, True)])
+async def test_a_record_by_a_clock_that_is_late_is_as_old_as_the_store_says(
+    run: Run, age: float, gone: bool
+) -> None:
+    async def stamp(key: str) -> Stamp:
+        return Stamp(0.0, age if key == "replicas/x.json" else 9e9)
+
+    run.store.stamp = stamp  # type: ignore[attr-defined]
+    leave(run, "x", -9e5)
+    assert (await collect(run, grace=3600.0)).forgotten == gone
+
+
+async def test_a_record_that_is_renewed_between_the_look_and_the_delete_stays(run: Run) -> None:
+    renewed, withdrawn, dead = (leave(run, name, -9e5) for name in ("renewed", "withdrawn", "dead"))
+    one = collector(run)
+    survey = one.survey
+
+    async def late() -> Sweep:
+        sweep = await survey()
+        leave(run, "renewed", 15.0)
+        del run.memory.state.objects[withdrawn]
+        return sweep
+
+    one.survey = late  # type: ignore[method-assign]
+    sweep = await one.collect()
+    assert set(sweep.records) == {renewed, withdrawn, dead}
+    assert (sweep.forgotten, sweep.failed, left(run)) == (1, {}, {renewed})
+
+
+async def test_a_record_that_cannot_be_read_or_deleted_stays(run: Run) -> None:
+    run.memory.state.objects["replicas/odd.json"] = b'{"format":"of a newer Stitch"}'
+    key = leave(run, "dead", -9e5)
+    run.store.fail = lambda index, name, at: Unavailable("no") if name == "delete" and at == key else None
+    sweep = await collect(run)
+    assert (sweep.forgotten, list(sweep.failed)) == (0, [key])
+    run.store.fail = lambda *_: None
+    assert (await collect(run)).forgotten == 1
+    assert left(run) == {"replicas/odd.json"}
+
+
 # -------------------------------------------------------------------------------------------- who sleeps
 
 

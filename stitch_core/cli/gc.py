@@ -11,7 +11,7 @@ from typing import Any
 from ..chain import NoHead
 from ..manifest import FormatError
 from ..metered import CollectorMetrics
-from ..ports import SystemClock
+from ..ports import Entry, SystemClock
 from ..retention import GRACE, Collector, Sweep
 from ..versions import check_run_id
 from .common import (
@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
         "least two floors down, and what writers left behind that lost the run. Kept are what channels and\n"
         "pins name, with all that is needed to reach it, what replicas say they are fetching, and all\n"
         "manifests. Safe at any time, also twice at once: a replica that meets what is gone takes another\n"
-        "way.\n\n"
+        "way. Records of replicas go that expired longer ago than --grace.\n\n"
         "  stitch gc --store file:/data/stitch --run my-run --dry-run\n\n"
         "Floors are full checkpoints: the trainer's own, or those beside the chain ('stitch anchor'), which\n"
         "trainers use from their next publish on, 'stitch publish' does not. Without any all is kept.",
@@ -109,13 +109,18 @@ def as_json(sweep: Sweep, dry_run: bool) -> dict[str, Any]:
         "run": sweep.run, "floor": sweep.floor, "head": sweep.head, "listed": sweep.listed,
         "objects": len(sweep.doomed), "bytes": sweep.bytes, "protected": sweep.kept,
         "deleted": sweep.deleted, "freed": sweep.freed, "failed": sweep.failed,
+        "records": len(sweep.records), "records_deleted": sweep.forgotten,
     }  # fmt: skip
-    return {**result, "keys": [[entry.key, entry.size] for entry in sweep.doomed]} if dry_run else result
+    if not dry_run:
+        return result
+    keys = [[entry.key, entry.size] for entry in sweep.doomed]
+    return {**result, "keys": keys, "record_keys": sorted(sweep.records)}
 
 
 def _text(sweep: Sweep, dry_run: bool) -> str:
     groups: dict[str, tuple[int, int]] = {}
-    for entry in sweep.doomed:
+    records = [Entry(key, len(data)) for key, data in sweep.records.items()]
+    for entry in (*sweep.doomed, *records):
         name = entry.key.rpartition("/")[0]
         objects, size = groups.get(name, (0, 0))
         groups[name] = objects + 1, size + entry.size
@@ -128,9 +133,20 @@ def _text(sweep: Sweep, dry_run: bool) -> str:
     if dry_run:
         lines.append(
             f"would delete {len(sweep.doomed)} of {sweep.listed} objects, {size_text(sweep.bytes)}, below "
-            f"version {sweep.floor} or of writers that lost the run{kept}"
+            f"version {sweep.floor} or of writers that lost the run{kept}{_records(len(sweep.records))}"
         )
     else:
         failed = f", {len(sweep.failed)} could not be deleted" if sweep.failed else ""
-        lines.append(f"deleted {sweep.deleted} objects, {size_text(sweep.freed)}{failed}{kept}")
+        gone = _records(sweep.forgotten)
+        lines.append(f"deleted {sweep.deleted} objects, {size_text(sweep.freed)}{failed}{kept}{gone}")
     return "\n".join(lines)
+
+
+def _records(count: int) -> str:
+    if not count:
+        return ""
+    return (
+        f"; and {count} records of replicas that are gone"
+        if count > 1
+        else "; and the record of a replica that is gone"
+    )

@@ -23,16 +23,18 @@ class Keeper:
     """Ends the world at the first delete that breaks a rule. ``grace`` is what its collectors use, and its
     compactors for what was replaced.
 
-    ``deleted`` counts payload objects and records that went.
+    ``deleted`` counts payload objects and records beside the chain that went, ``forgotten``
+    those of replicas.
     """
 
     def __init__(self, world: World, grace: float) -> None:
         self.world, self.grace = world, grace
-        self.deleted = 0
+        self.deleted = self.forgotten = 0
         self._head_since: dict[PolicyVersion, float] = {}
         self._fetching_since: dict[str, float] = {}
         self._named_since: dict[tuple[str, int], float] = {}
         self._spans_since: dict[str, float] = {}
+        self._records_since: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._gone: set[str] = set()
         world.bucket.observers.append(self._written)
@@ -57,6 +59,10 @@ class Keeper:
             named = self._named()
             self._named_since = {name: self._named_since.get(name, now) for name in named}
         elif key.startswith("replicas/"):
+            if new is not None:
+                self._records_since.setdefault(key, []).append(now)
+            elif old is not None:
+                self._check_record(key, old, who, now)
             self._look(now)
         elif run and new is None and old is not None:
             self._deleted(run, key, who, now)
@@ -118,6 +124,16 @@ class Keeper:
             if floor_number(version) <= number <= k:
                 judge.broken("retention: what is named stays", f"{who}: {key}, needed for {version.version}")
         self._check_reach(newest, f"{who}: {key}")
+
+    def _check_record(self, key: str, data: bytes, who: str, now: float) -> None:
+        """Nobody had renewed it for its lifetime and the grace when the collector looked."""
+        record = json.loads(data)
+        lasts = record["expires"] - record["time"] + self.grace
+        written = self._records_since.pop(key)
+        renewed = [*written[1:], now]
+        if not any(w + lasts <= now and r >= now - self.slack for w, r in zip(written, renewed, strict=True)):
+            self.world.judge.broken("retention: a replica that lives keeps its record", f"{who}: {key}")
+        self.forgotten += 1
 
     def _check_age(self, newest: Manifest, number: int, what: str, now: float, refers: bool) -> None:
         """Below two floors, and below the floor of a version that is the head's, or was, for long enough."""

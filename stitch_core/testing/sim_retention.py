@@ -444,6 +444,35 @@ async def n07_a_trainer_whose_clock_is_late_keeps_the_grace(world: World) -> Non
     task.cancel()
 
 
+async def n08_records_of_replicas_that_are_gone(world: World) -> None:
+    """One is killed for good, one stands still for longer than the grace, one has a late clock and lives."""
+    world.timing = Timing(train=1.0)
+    keeper = Keeper(world, 60.0)
+    trainer = _trainer(world, "first", 2, 0.0)
+    await trainer.supervise()
+    killed, stalled, late = readers = [
+        SimulatedReader(world, name, "a") for name in ("dead", "still", "late")
+    ]
+    late.behind = 7000.0
+    tasks = [asyncio.ensure_future(reader.supervise()) for reader in readers]
+    await until(world, lambda: all(reader.applied == 2 for reader in readers), "the readers")
+    assert killed.process is not None
+    assert stalled.process is not None
+    tasks[0].cancel()
+    killed.process.kill()
+    stalled.process.stall(300.0)
+    collectors = [SimulatedCollector(world, f"gc{i}", "a", grace=60.0, every=5.0) for i in range(2)]
+    tasks += [asyncio.ensure_future(collector.supervise()) for collector in collectors]
+    there = lambda reader: f"replicas/{reader.name}.json" in world.bucket.objects  # noqa: E731
+    await until(world, lambda: not there(killed) and not there(stalled), "the collectors")
+    assert keeper.forgotten == 2
+    await until(world, lambda: there(stalled), "its record")
+    await asyncio.sleep(300.0)
+    assert (there(killed), there(stalled), there(late), keeper.forgotten) == (False, True, True, 2)
+    for task in tasks:
+        task.cancel()
+
+
 RETENTION_CASES = [
     retention,
     c10_a_replica_below_what_was_collected,
@@ -457,4 +486,5 @@ RETENTION_CASES = [
     n05_a_joiner_fetches_an_aggregate_that_was_replaced,
     n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches,
     n07_a_trainer_whose_clock_is_late_keeps_the_grace,
+    n08_records_of_replicas_that_are_gone,
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,25 @@ def test_gc_plans_and_deletes_below_the_second_floor(run: Shell) -> None:
     out = run.root / "out"
     checked = run("checkout", "r/6", out, "--store", run.store, "--base", run.base)
     assert checked.code == 0, checked.err
+
+
+def test_gc_takes_records_of_replicas_that_are_gone(run: Shell) -> None:
+    folder = Path(run.store.removeprefix("file:")) / "replicas"
+    folder.mkdir()
+    for name, expires in (("dead", 1000.0), ("alive", time.time() + 600)):
+        record = {"id": name, "run": "r", "target": None, "expires": expires, "time": expires - 15}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    os.utime(folder / "dead.json", (1000.0, 1000.0))
+    plan = run("gc", *options(run), "--dry-run", "--json").json
+    assert (plan["records"], plan["record_keys"], plan["records_deleted"]) == (1, ["replicas/dead.json"], 0)
+    text = run("gc", *options(run), "--dry-run").out
+    assert text.endswith("lost the run; and the record of a replica that is gone\n")
+    assert "\nreplicas" in text
+    assert len(list(folder.iterdir())) == 2
+    done = run("gc", *options(run)).out
+    assert done.endswith("deleted 0 objects, 0 B; and the record of a replica that is gone\n")
+    assert [path.name for path in folder.iterdir()] == ["alive.json"]
+    assert run("gc", *options(run), "--json").json["records"] == 0
 
 
 def flip(path: Path) -> None:

@@ -198,6 +198,19 @@ async def test_withdrawing_from_a_store_that_is_down(f: Following) -> None:
     await Announcer(f.store, f.reconciler, "one", "http://x").withdraw()
 
 
+async def test_a_record_that_a_collector_took_is_written_anew(f: Following) -> None:
+    """Its replica stood still for longer than the grace, say, and nothing tells it what is gone."""
+    life = Life(f)
+    await f.serves(f.versions[1])
+    for _ in range(3):
+        await f.until(lambda: life.record is not None)
+        await f.memory.delete(KEY)
+        assert life.record is None
+    await f.until(lambda: life.record is not None and life.record["applied"] == 1)
+    life.stop.set()
+    await life.task
+
+
 def test_a_fleet_that_was_started_at_once_does_not_renew_its_records_in_the_same_second(f: Following) -> None:
     seconds: Counter[int] = Counter()
 

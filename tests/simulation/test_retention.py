@@ -74,6 +74,13 @@ def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Collector, "_fetching", broken)
 
 
+def forgets_who_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(store: Any, *_: Any, **__: Any) -> dict[str, bytes]:
+        return {entry.key: (await store.load(entry.key)).data for entry in await store.list("replicas/")}
+
+    monkeypatch.setattr(retention, "abandoned", broken)
+
+
 def ignores_channels_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     protected = Collector._protected
 
@@ -149,6 +156,7 @@ def merges_the_wrong_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpanMaker, "_merge", broken)
 
 
+LIVES = "retention: a replica that lives keeps its record"
 ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "durable: every byte is there"}
 
 
@@ -156,9 +164,16 @@ ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "du
     ("mutation", "scenario", "rules"),
     [
         (keeps_one_floor, "retention", {"retention: two floors are kept"}),
-        (knows_no_grace, "retention", {"retention: the grace"}),
+        (knows_no_grace, "retention", {"retention: the grace", LIVES}),
+        (knows_no_grace, "n08", {LIVES}),
+        (forgets_who_lives, "retention", {LIVES}),
+        (believes_the_clocks_of_others, "n08", {LIVES}),
         (ignores_replica_records, "n01", {"retention: what is being fetched stays", "scenario: n01"}),
-        (believes_the_clocks_of_others, "n06", {"retention: what is being fetched stays", "scenario: n06"}),
+        (
+            believes_the_clocks_of_others,
+            "n06",
+            {"retention: what is being fetched stays", "scenario: n06", LIVES},
+        ),
         (believes_the_clocks_of_others, "n07", {"retention: the grace"}),
         (ignores_channels_and_pins, "n04", {"retention: what is named stays"}),
         (ignores_epochs, "retention", ALIVE),
