@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..chain import ChainReader
+from ..chain import ChainReader, NoHead
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
 from ..dialects import read_index
@@ -39,7 +40,10 @@ from .publish import is_delta_directory
 from .target import HELP, Target, resolve
 from .versions import describe
 
+KEY, RUN = "key:", "run:"
 KEY_ROOTS = ("runs/", "channels/", "replicas/", "pins/")
+CONSUMERS_FORMAT = "stitch.consumers/1"
+"""Of what gateways read, and ``stitch consumer`` writes, which knows what it means."""
 LARGEST = 10
 
 
@@ -50,13 +54,16 @@ def add_parser(commands: Commands) -> None:
         "store has it. Reads headers and small documents, no weights; 'stitch verify' reads every byte.\n\n"
         "  stitch inspect my-run --store file:/data/stitch          # a run's newest version\n"
         "  stitch inspect my-run/120 --store file:/data/stitch      # one version\n"
-        "  stitch inspect runs/my-run/head --store file:/data/stitch  # any key: head, manifest, channel,\n"
+        "  stitch inspect runs/my-run/head --store file:/data/stitch  # a key: head, manifest, channel,\n"
         "                                                             # record, payload file's size\n"
+        "  stitch inspect key:consumers --store file:/data/stitch     # any key\n"
         "  stitch inspect model-00001-of-00004.safetensors          # a shard\n"
-        "  stitch inspect /updates/weight_v000007                   # checkpoint, delta, host checkpoint",
+        "  stitch inspect /updates/weight_v000007                   # checkpoint, delta, host checkpoint\n\n"
+        "With --store WHAT is a key if it begins with key: (which is left out), runs/, channels/,\n"
+        "replicas/ or pins/, and a version otherwise; run:pins/7 is version 7 of a run called pins.",
     )  # fmt: skip
     parser.add_argument(
-        "what", metavar="WHAT", help=f"{HELP}; a key; or, without --store, a file or directory"
+        "what", metavar="WHAT", help=f"{HELP}; key:KEY; or, without --store, a file or directory"
     )
     parser.add_argument("--store", metavar="URL", help="the store, for a version or a key")
 
@@ -68,12 +75,23 @@ async def run(options: argparse.Namespace) -> int:
         result = await asyncio.to_thread(inspect_path, path)
     else:
         async with opened_store(options.store) as store:
-            if options.what.startswith(KEY_ROOTS):
-                result = await inspect_key(store, options.what)
-            else:
-                result = await inspect_version(store, Target.parse(options.what))
+            result = await _inspect_stored(store, options.what)
     emit(result, options.json, lambda: as_text(result))
     return 0
+
+
+async def _inspect_stored(store: Store, what: str) -> dict[str, Any]:
+    """A key or a version, as the help says. Raises as ``inspect_key`` and ``inspect_version`` do."""
+    if what.startswith((KEY, *KEY_ROOTS)):
+        return await inspect_key(store, what.removeprefix(KEY))
+    try:
+        return await inspect_version(store, Target.parse(what.removeprefix(RUN)))
+    except NoHead as error:
+        with contextlib.suppress(NotFound):
+            if is_key(what):
+                await store.size(what)
+                raise UsageError(f"{error}; for the key of that name write {KEY}{what}") from None
+        raise
 
 
 def as_text(value: Mapping[str, Any], indent: str = "") -> str:
@@ -146,7 +164,10 @@ async def inspect_key(store: Store, key: str) -> dict[str, Any]:
         raise UsageError(f"{key!r} is not a key")
     try:
         size = await store.size(key)
-        if size > 1 << 26 or not (key.endswith((".json", "/head")) or key.startswith(("channels/", "pins/"))):
+        document = (
+            key.endswith((".json", "/head")) or key.startswith(("channels/", "pins/")) or "/" not in key
+        )
+        if size > 1 << 26 or not document:
             return {"is": "file", "key": key, "bytes": size}
         data = (await store.load(key)).data
     except NotFound:
@@ -198,6 +219,8 @@ def inspect_document(data: bytes, where: str) -> dict[str, Any]:
             "encoding": index.encoding, "compression": index.compression, "checksum": index.checksum,
             "tensors": len(index.weight_map), "files": sorted(set(index.weight_map.values())),
         }  # fmt: skip
+    if found == CONSUMERS_FORMAT:
+        return {"is": "consumers", "consumers": value.get("consumers")}
     if found is not None and str(found).startswith("stitch."):
         raise FormatError(f"{where}: format {found!r} is not known here: a newer Stitch wrote it")
     return {"is": "JSON", "value": {name: json.dumps(item)[:200] for name, item in value.items()}}

@@ -108,6 +108,29 @@ def test_inspect_keys(run: Shell) -> None:
         assert complaint in run("inspect", what, "--store", run.store).complaint
 
 
+def test_a_key_that_is_spelt_like_a_run_could_not_be_inspected(run: Shell) -> None:
+    """``consumers`` was taken for a run, and nothing said how to name the key."""
+    assert run("consumer", "set", "eval", "--exact", 2, "--store", run.store, "--run", "r").code == 0
+    said = run("inspect", "consumers", "--store", run.store)
+    assert "run consumers has no head yet" in said.complaint
+    assert said.complaint.endswith("; for the key of that name write key:consumers")
+    found = run("inspect", "key:consumers", "--store", run.store, "--json").json
+    assert (found["key"], found["is"], list(found["consumers"])) == ("consumers", "consumers", ["eval"])
+    assert run("inspect", "key:runs/r/head", "--store", run.store, "--json").json["is"] == "head"
+    for what in ("key:", "key:a//b"):
+        assert "is not a key" in run("inspect", what, "--store", run.store).complaint
+    assert "there is no nothing in the store" in run("inspect", "key:nothing", "--store", run.store).complaint
+
+
+def test_a_run_that_is_called_as_a_folder_of_the_store(run: Shell) -> None:
+    assert run.claim(run="pins").code == 0
+    for what in ("pins", "run:pins", "run:pins/0", "run:r"):
+        found = run("inspect", what, "--store", run.store, "--json").json
+        name = what.removeprefix("run:").partition("/")[0]
+        assert (found["is"], found["version"].partition("/")[0]) == ("version", name)
+    assert "there is no pins/0 in the store" in run("inspect", "pins/0", "--store", run.store).complaint
+
+
 def test_inspect_a_head_after_a_rollback(run: Shell) -> None:
     assert run("rollback", "--store", run.store, "--run", "r", "--to", 2).code == 0
     assert run("inspect", "runs/r/head", "--store", run.store, "--json").json["abandoned"] == ["3 to 3"]
