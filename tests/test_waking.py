@@ -188,6 +188,18 @@ def test_no_publish_fails_for_a_server_that_is_gone(tmp_path: Path, caplog: pyte
     assert "http://127.0.0.1:1 is not woken by new versions" in caplog.text
 
 
+def test_the_store_is_asked_no_more(tmp_path: Path, server: Woken) -> None:
+    calls = []
+    for urls in ((), (server.url,)):
+        trainer, store = Trainer(tmp_path / str(len(urls))), FaultyStore(MemoryStore())
+        with publisher(trainer, *urls, store=store) as publishing:
+            for _ in range(3):
+                publishing.publish(trainer.learn()).result(60)
+        calls.append(store.calls)
+    assert calls[0] == calls[1]
+    assert server.calls
+
+
 def test_nothing_wakes_for_a_publish_that_fails(tmp_path: Path, server: Woken) -> None:
     trainer, store = Trainer(tmp_path), FaultyStore(MemoryStore())
     with publisher(trainer, server.url, store=store) as publishing:
