@@ -66,5 +66,5 @@ def test_the_warm_up_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo, "WARMUP_STEPS", 1)
     policy = Policy(seed=0)
     first = grpo.warm_up(policy, seed=0)
-    monkeypatch.setattr(grpo, "WARMUP_STEPS", 10)
+    monkeypatch.setattr(grpo, "WARMUP_STEPS", 3)
     assert grpo.warm_up(policy, seed=0) < first
