@@ -20,8 +20,8 @@ from ..digits import whole
 from ..parallel import default_workers
 
 LINE_BYTES = 1 << 30  # a table of every tensor is one line
-NICENESS = 7
-"""How far work beside an engine stands back behind serving: on a core that both want, it gets a sixth."""
+NICENESS = 8
+"""How far work beside an engine stands back behind serving: on a core that both want, it gets a seventh."""
 
 LEAST_PRIORITY = 19
 """That Linux has."""

@@ -7,10 +7,10 @@ import asyncio
 import os
 import random
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
+from .. import logs
 from ..chain import ChainReader
 from ..digits import whole
 from ..files import PosixFiles
@@ -49,7 +49,7 @@ async def serve(
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
     fetcher = Fetcher(
         store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache,
-        say=lambda text: print(f"stitch: {text}", file=sys.stderr, flush=True),
+        say=lambda text: logs.tell(f"stitch: {text}"),
     )  # fmt: skip
     anchors = None
     if anchor_every is not None:
