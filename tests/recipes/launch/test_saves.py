@@ -33,7 +33,7 @@ def saved(saves: Path, *numbers: int, newest: int | str | None = None) -> None:
 
 
 def there(saves: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("iter_")) for path in saves.glob("iter_*"))
+    return sorted(int(path.name.removeprefix("iter_")) for path in saves.glob("iter_*[0-9]"))
 
 
 def test_the_newest_stay_whatever_their_numbers(tmp_path: Path) -> None:
