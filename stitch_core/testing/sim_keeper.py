@@ -7,6 +7,7 @@ bucket.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from ..head import Channel
@@ -35,6 +36,7 @@ class Keeper:
         self._named_since: dict[tuple[str, int], float] = {}
         self._spans_since: dict[str, float] = {}
         self._records_since: dict[str, list[float]] = {}
+        self._forgotten_at: dict[str, float] = {}
         self._retired: set[str] = set()
         self._gone: set[str] = set()
         world.bucket.observers.append(self._written)
@@ -126,13 +128,19 @@ class Keeper:
         self._check_reach(newest, f"{who}: {key}")
 
     def _check_record(self, key: str, data: bytes, who: str, now: float) -> None:
-        """Nobody had renewed it for its lifetime and the grace when the collector looked."""
+        """Nobody had renewed it for its lifetime and the grace when the collector looked.
+
+        Where it was right to go, a call that is late or lands twice may take one that was written anew.
+        """
+        written = self._records_since.pop(key)
+        if now - self._forgotten_at.get(key, -math.inf) <= self.slack:
+            return
         record = json.loads(data)
         lasts = record["expires"] - record["time"] + self.grace
-        written = self._records_since.pop(key)
         renewed = [*written[1:], now]
         if not any(w + lasts <= now and r >= now - self.slack for w, r in zip(written, renewed, strict=True)):
             self.world.judge.broken("retention: a replica that lives keeps its record", f"{who}: {key}")
+        self._forgotten_at[key] = now
         self.forgotten += 1
 
     def _check_age(self, newest: Manifest, number: int, what: str, now: float, refers: bool) -> None:
