@@ -66,7 +66,7 @@ class SGLangServer:
 
     async def call(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any, Any]:
         """Status, JSON (or text), headers."""
-        timeout = aiohttp.ClientTimeout(options.pop("timeout", 120))
+        timeout = aiohttp.ClientTimeout(options.pop("timeout", 600))
         headers = {**self.headers, **options.pop("headers", {})}
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
