@@ -52,8 +52,8 @@ class HttpServer:
         if not is_http(url):
             raise UsageError(f"{url} is not a URL such as http://127.0.0.1:30100")
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
-        # Servers close connections that were idle for 5 s; one that is taken up just then is lost.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        # Servers close connections that were idle for 5 s; a request that takes one up just then is lost.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             timeout=timeout, headers=dict(headers or {}), connector=connector
         ) as session:
