@@ -119,6 +119,21 @@ def test_every_host_is_given_what_its_part_needs(tmp_path: Path) -> None:
     assert said == ["me@front gateway", "me@serve-0 replica", "me@serve-1 replica", "me@train-0 trainer"]
 
 
+def test_a_log_that_is_kept_beside_the_scripts_keeps_no_host_from_them(tmp_path: Path) -> None:
+    """tar said that a file had changed as it was read, and the host was said not to be reached."""
+    rendered(
+        catalogue.load("qwen3-0.6b/miles"), tmp_path, secrets=[],
+        ssh=["bash", "-c", f'echo "$0" >> {tmp_path}/log; cat >/dev/null'],
+    )  # fmt: skip
+    tar = tmp_path / "bin" / "tar"
+    tar.parent.mkdir()
+    tar.write_text("#!/bin/sh\necho 'tar: ./log: file changed as we read it' >&2\nexit ${TAR_ENDS:-1}\n")
+    tar.chmod(0o755)
+    assert bash(f"PATH={tar.parent}:$PATH ./launch.sh install", tmp_path).returncode == 0
+    done = bash(f"TAR_ENDS=2 PATH={tar.parent}:$PATH ./launch.sh install", tmp_path)
+    assert (done.returncode, "cannot be reached" in done.stderr) == (2, True)
+
+
 def test_only_the_trainers_hosts_convert(tmp_path: Path) -> None:
     """A replica's host has none of the trainer's programs: it downloads, or is told what to copy."""
     converted = catalogue.load("glm-4.5-air/fp8")

@@ -14,7 +14,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 ship() {
   local host
   for host in "${everywhere[@]}"; do
-    tar -C "$here" --exclude ./state -cf - . | "${ssh[@]}" "$host" "mkdir -p '$there' && tar -C '$there' -xf -" ||
+    # Of tar, 1 is that something changed meanwhile, such as the log of this that somebody keeps here.
+    { tar -C "$here" --exclude ./state -cf - . || (($? == 1)); } |
+      "${ssh[@]}" "$host" "mkdir -p '$there' && tar -C '$there' -xf -" ||
       die "$host cannot be reached: is it in the site as ssh knows it?"
   done
 }
