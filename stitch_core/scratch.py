@@ -43,6 +43,20 @@ def scratch_parent(checkpoint: Path) -> Path | None:
     return None
 
 
+_removed: set[Path] = set()
+"""This process' own ones that are gone."""
+
+
+def remove_rest() -> None:
+    """Remove what threads have still written to scratch directories that were gone, as after Ctrl-C.
+
+    To be called when they have ended. Never raises OSError.
+    """
+    for path in _removed:
+        shutil.rmtree(path, ignore_errors=True)
+    _removed.clear()
+
+
 @contextlib.contextmanager
 def own_directory(parent: Path, files: Files) -> Iterator[Path]:
     """A new directory below ``parent`` for this process alone, removed in the end.
@@ -78,6 +92,7 @@ def temporary_directory(files: Files, checkpoint: Path | None = None) -> Iterato
 def _owned(path: Path, files: Files) -> Iterator[None]:
     """Hold the directory ``path``, which is new, and remove it in the end."""
     with contextlib.ExitStack() as held:
+        held.callback(_removed.add, path)
         held.callback(_remove, path, files)
         new = path / f"{OWNER}.new"
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
@@ -133,7 +148,10 @@ def _remove(path: Path, files: Files) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        files.remove_tree(path)  # a sweeping process has made a file to lock, where only locks tell who lives
+        # A thread of this process is still writing (``remove_rest``), or, where only locks tell who lives, a
+        # sweeping process has made a file to lock.
+        with contextlib.suppress(OSError):
+            files.remove_tree(path)
 
 
 def _may_run(owner: bytes) -> bool:

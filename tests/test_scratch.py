@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,24 @@ def test_many_that_come_and_go_take_nothing_from_each_other(tmp_path: Path) -> N
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err.decode()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_thread_writes_after_ctrl_c_goes_with_the_process(place: Path) -> None:
+    """The command had given its directory up, and a thread made it anew: it stayed for good."""
+    gone = threading.Event()
+
+    def work(directory: Path) -> None:
+        gone.wait(30)
+        (directory / "host").mkdir(parents=True)
+
+    with ThreadPoolExecutor(1) as threads:
+        with temporary_directory(PosixFiles()) as mine:
+            writing = threads.submit(work, mine)
+        gone.set()
+        writing.result()
+    assert mine.exists()
+    scratch.remove_rest()
+    assert not list(place.iterdir())
 
 
 def test_a_temporary_directory_is_this_users_alone_and_removed(place: Path) -> None:

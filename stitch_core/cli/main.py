@@ -27,6 +27,7 @@ from ..publisher import PublishError
 from ..records import RecordRefused
 from ..replica.activation import CannotFollow, ReplicaFailed
 from ..replica.staging import WrongBase
+from ..scratch import remove_rest
 from ..stores.probe import error_text
 from ..versions import VersionError
 from .common import NO_CWD, Commands, UsageError, add_command
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = asyncio.run(options.run(options))
         return code
     except KeyboardInterrupt:
+        remove_rest()
         return 130
     except BrokenPipeError:
         return 141
