@@ -56,7 +56,7 @@ async def test_what_was_given_is_wrong(fleet: Fleet) -> None:
     cases = [
         (fleet.replica("run", "--run", "../etc"), ("run id", "../etc")),
         (fleet.replica("option", "--run", RUN, pase=1), ("pase",)),
-        (fleet.replica("none", "--run", RUN, base=none), ("none", "does not exist")),
+        (fleet.replica("none", "--run", RUN, base=none), ("none", "no such directory")),
         (fleet.replica("empty", "--run", RUN, base=empty), ("empty", "config.json")),
         (fleet.replica("torn", "--run", RUN, base=torn), ("torn: unreadable checkpoint",)),
         (fleet.cli("scheme", "gateway", "--store", "ftp:x", "--port", "0"), ("ftp",)),
