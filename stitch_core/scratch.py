@@ -8,7 +8,6 @@ gets this name only after it was locked, so there is no moment in which a new di
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -92,8 +91,7 @@ def temporary_directory(files: Files, checkpoint: Path | None = None) -> Iterato
 def _owned(path: Path, files: Files) -> Iterator[None]:
     """Hold the directory ``path``, which is new, and remove it in the end."""
     with contextlib.ExitStack() as held:
-        held.callback(_removed.add, path)
-        held.callback(_remove, path, files)
+        held.callback(_give_up, path, files)
         new = path / f"{OWNER}.new"
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
         files.write_new(new, json.dumps(owner).encode())
@@ -134,6 +132,19 @@ def _may_be_left(path: Path, files: Files) -> bool:
     return mine and not _may_run(files.read(path / OWNER))
 
 
+def _give_up(path: Path, files: Files) -> None:
+    """Remove what this process owns, or leave it to ``remove_rest``, else to the next sweep.
+
+    A thread may still be writing and renaming there, or, where only locks tell who lives, a sweeping process
+    has made a file to lock.
+    """
+    _removed.add(path)
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            _remove(path, files)
+            return
+
+
 def _remove(path: Path, files: Files) -> None:
     """The owner's file last: whatever is left when this process dies is still known as left."""
     with contextlib.suppress(FileNotFoundError):
@@ -143,15 +154,7 @@ def _remove(path: Path, files: Files) -> None:
                     files.remove(path / name)
                 except IsADirectoryError:
                     files.remove_tree(path / name)
-    try:
-        files.remove_tree(path)
-    except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
-            raise
-        # A thread of this process is still writing (``remove_rest``), or, where only locks tell who lives, a
-        # sweeping process has made a file to lock.
-        with contextlib.suppress(OSError):
-            files.remove_tree(path)
+    files.remove_tree(path)
 
 
 def _may_run(owner: bytes) -> bool:

@@ -97,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = asyncio.run(options.run(options))
         return code
     except KeyboardInterrupt:
-        remove_rest()
         return 130
     except BrokenPipeError:
         return 141
@@ -113,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _complain(options.command, UsageError(needed))
         return 2
+    finally:
+        remove_rest()  # the loop has waited for its threads
 
 
 def _complain(command: str, failure: Exception) -> None:
