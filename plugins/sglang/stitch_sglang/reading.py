@@ -45,7 +45,8 @@ class Reader:
         self._go_on, self._workers = go_on, workers
         self._table: dict[str, TensorInfo] = {}
         self._mapped: tuple[Path | None, torch.Tensor] = None, torch.empty(0, dtype=torch.uint8)
-        self._stamps = {ref.file: _stamp(ref.file) for ref in self._checkpoint.tensors.values()}
+        files = {ref.file for ref in self._checkpoint.tensors.values()}
+        self._stamps = {file: _stamp(file) for file in files}
         self.bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
