@@ -34,6 +34,9 @@ def unsynced(fd: int) -> None:
 
 os.fsync = unsynced
 
+# As stitch_embedded does where it is imported: here another test may call MKL first.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 NO_SKIP = os.environ.get("STITCH_NO_SKIP") == "1"
 TESTS = Path(__file__).parent
 
