@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from ..chain import ChainReader
 from ..checkout import checkout
+from ..checkpoint import Checkpoint
 from ..files import PosixFiles
+from ..perturb import perturb
 from ..ports import Store, SystemClock
 from ..process_memory import listening_process, process_tree, resident
 from ..profile import Profile, Prompt, Settings, equals_reference, outputs, profile, prompts_of
-from ..profile_moves import Follow, NotMoved, Receive
+from ..profile_moves import Follow, NotMoved, Receive, stitch_status
+from ..profile_record import Record, Setup, write_record
 from ..traffic import Json, ServerError
 from ..versions import check_run_id
 from .checkout import boot_directory
@@ -50,6 +56,11 @@ def add_parser(commands: Commands) -> None:
         "pause, total, bytes, memory, and the throughput while staging. Exit code 1 when a check fails.\n\n"
         "A server that follows a store: --store and --run, with --publish DIR to publish the next version,\n"
         "or without, to wait for a trainer's. A receiver: --source-dir, --local-dir and --number.\n\n"
+        "The first thing to do with a new model, release or flag, in a run of its own: --perturb changes\n"
+        "all weights a little, so that whatever the engine keeps of the old ones shows; --record tells\n"
+        "replicas of the same setup what was found.\n\n"
+        "  stitch profile --server http://127.0.0.1:30100 --store file:/data/stitch --run try-it \\\n"
+        "      --perturb --base /models/boot --record /models/boot/.stitch-profile.json\n"
         "  stitch profile --server http://127.0.0.1:30100 --store file:/data/stitch --run my-run \\\n"
         "      --publish /models/step-8 --as-delta --base /models/boot",
     )  # fmt: skip
@@ -61,9 +72,14 @@ def add_parser(commands: Commands) -> None:
         "--base", type=absolute_path, metavar="DIR",
         help="version 0 of the run (default: where the run says it is, if it is here)",
     )  # fmt: skip
-    follow.add_argument(
+    what = follow.add_mutually_exclusive_group()
+    what.add_argument(
         "--publish", type=absolute_path, metavar="DIR", help="as 'stitch publish' does; claims the run"
     )
+    what.add_argument(
+        "--perturb", action="store_true",
+        help="the same with a copy of --base, made in --work, in which about half of the numbers differ",
+    )  # fmt: skip
     follow.add_argument("--as-delta", action="store_true", help="encode the checkpoint in DIR as a delta")
     follow.add_argument("--encoding", choices=("xor", "sparse"), help="of the delta (default: xor)")
     receive = parser.add_argument_group("a receiver")
@@ -75,6 +91,11 @@ def add_parser(commands: Commands) -> None:
     receive.add_argument("--destination", metavar="NAME", help="disk, cpu or auto (default: the server's)")
     _add_reference(parser)
     _add_traffic(parser)
+    parser.add_argument(
+        "--record", type=absolute_path, metavar="FILE",
+        help="add what was found of this model, release and flags to FILE; replicas read "
+        ".stitch-profile.json in their boot checkpoint, or STITCH_PROFILE, and say it",
+    )  # fmt: skip
     parser.add_argument(
         "--work", type=absolute_path, metavar="DIR", help="scratch space (default: a temporary directory)"
     )
@@ -95,7 +116,8 @@ def _add_reference(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--reference-model", type=absolute_path, metavar="DIR",
-        help="boot it from here (default with --store: a checkout of the new version, which takes its size)",
+        help="boot it from here (default with --store: a checkout of the new version, which takes its size; "
+        "with --perturb: the copy)",
     )  # fmt: skip
 
 
@@ -142,7 +164,8 @@ async def run(options: argparse.Namespace) -> int:
                     result = await _measure(options, server, None, work)
     except (ServerError, NotMoved) as error:
         raise UsageError(str(error)) from error
-    row = {"server": options.server, **result.row()}
+    record = None if options.record is None else str(options.record)
+    row = {"server": options.server, **result.row(), "record": record}
     emit(row, options.json, lambda: describe(row))
     return 0 if result.ok else 1
 
@@ -157,8 +180,11 @@ async def _measure(
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     compared, load = prompts_of(options.prompts, options.load, seed)
     prompts: list[Prompt] = list(options.prompt) or compared
-    # Before anything changes: whether there will be something to compare with.
+    # Before anything changes: whether there will be something to compare with, and to record.
     command = await _reference(options, server)
+    setup = None if options.record is None else await _setup(server)
+    if options.perturb:
+        options.publish = await asyncio.to_thread(_perturbed, options.base, work / "perturbed", seed)
     move: Follow | Receive
     if store is None:
         move = Receive(
@@ -175,10 +201,36 @@ async def _measure(
         async with HttpServer.opened(options.reference) as fresh:
             await _compare(result, fresh, prompts)
     elif command is not None:
-        model = options.reference_model or await _checkout(options, store, result, work)
+        model = options.reference_model or (options.publish if options.perturb else None)
+        model = model or await _checkout(options, store, result, work)
         async with fresh_server(command[0], command[1], model, work) as fresh:
             await _compare(result, fresh, prompts)
+    if setup is not None:
+        failed = tuple(check.what for check in result.checks if not check.ok)
+        write_record(options.record, Record(setup, result.moved.path, failed, clock.time()), PosixFiles())
     return result
+
+
+async def _setup(server: HttpServer) -> Setup:
+    """Raises UsageError, ServerError."""
+    about = (await stitch_status(server)).get("profile")
+    try:
+        return Setup.of(about.get("setup") if isinstance(about, dict) else None)
+    except ValueError:
+        raise UsageError(
+            f"--record: {server.url} does not say its setup at /stitch/status: it is no SGLang server with "
+            "Stitch's plugin, or does not know its boot checkpoint yet"
+        ) from None
+
+
+def _perturbed(base: Path, directory: Path, seed: int) -> Path:
+    files = PosixFiles()
+    files.remove_tree(directory)  # of an earlier run with the same --work
+    say(f"making another version of {base} in {directory}")
+    same = perturb(Checkpoint.open(base, files), directory, np.random.default_rng(seed))
+    if same:
+        say(f"{len(same)} tensors of integers stay as they are, beginning with {same[0]}")
+    return directory
 
 
 async def _compare(result: Profile, fresh: HttpServer, prompts: Sequence[Prompt]) -> None:
@@ -200,10 +252,17 @@ def _check(options: argparse.Namespace) -> bool:
         raise UsageError("--store and --run go together")
     if follows:
         check_run_id(options.run_id)
-    if options.publish and options.base is None:
-        raise UsageError("--publish needs --base, the run's version 0")
-    if (options.as_delta or options.encoding) and not options.publish:
-        raise UsageError("--as-delta and --encoding are for --publish")
+    publishes = options.publish is not None or options.perturb
+    if publishes and options.base is None:
+        raise UsageError(
+            f"{'--perturb' if options.perturb else '--publish'} needs --base, the run's version 0"
+        )
+    if (options.as_delta or options.encoding) and not publishes:
+        raise UsageError("--as-delta and --encoding are for --publish and --perturb")
+    if options.perturb and not follows:
+        raise UsageError("--perturb is for a server that follows a store: try the model with one, by --store")
+    if options.record and options.no_reference:
+        raise UsageError("--record needs a fresh server to compare with, and --no-reference says none")
     if options.destination and follows:
         raise UsageError("--destination is for a receiver: one that follows was started with its own")
     no_checkpoint = not follows and not (options.reference or options.no_reference or options.reference_model)

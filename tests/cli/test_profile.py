@@ -142,6 +142,32 @@ def test_equal_to_a_fresh_server_that_it_starts(
 
 
 @pytest.mark.slow
+def test_c63_a_perturbed_copy_of_the_boot_checkpoint(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh server boots from the copy, and answers as the live one does after the update."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    capsys.readouterr()
+    assert main(world.profile("--perturb", "--base", world.boot)) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert checks(row)["output changed"]
+    assert checks(row)["after: equal to a fresh server"]
+
+
+def test_c63_a_server_that_does_not_say_its_setup_has_no_record(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Known before anything is published."""
+    before = get(world.url + "/ready")[1]["applied"]
+    record = tmp_path / "record.json"
+    command = world.profile("--perturb", "--base", world.boot, "--record", record, "--reference", world.url)
+    assert main(command) == 2
+    assert "--record" in capsys.readouterr().err
+    assert not record.exists()
+    assert get(world.url + "/ready")[1]["applied"] == before
+
+
+@pytest.mark.slow
 def test_a_trainers_update_and_a_server_that_is_not_of_it(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +241,12 @@ def test_in_words(world: World, capsys: pytest.CaptureFixture[str]) -> None:
         (("--store", "memory:", "--run", "r", "--number", 1), "not both"),
         (("--store", "memory:", "--run", "r", "--publish", "/x"), "--publish needs --base"),
         (("--store", "memory:", "--run", "r", "--as-delta"), "are for --publish"),
+        (("--store", "memory:", "--run", "r", "--perturb"), "--perturb needs --base"),
+        (
+            ("--source-dir", "/s", "--local-dir", "/l", "--number", 1, "--perturb", "--base", "/b"),
+            "--perturb",
+        ),
+        (("--store", "memory:", "--run", "r", "--record", "/r", "--no-reference"), "--record needs"),
         (("--source-dir", "/s", "--local-dir", "/l", "--number", 1), "needs --reference-model"),
         (("--store", "memory:", "--run", "r", "--auth-env", "NO_SUCH_THING"), "there is no such variable"),
         (("--store", "file:/no/such/store", "--run", "r", "--no-reference"), "127.0.0.1:9"),
