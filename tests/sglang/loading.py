@@ -16,6 +16,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.safetensors import Tensor
 from stitch_core.testing.checkpoints import random_tensors, write_checkpoint
 from stitch_sglang.stager import RankStager
+from stitch_sglang.survey import Survey
 
 FILES = PosixFiles()
 WIDTH = 24
@@ -120,7 +121,7 @@ def booted(path: Path, how: Any = load, kind: type[Model] = Model) -> tuple[Mode
     model = kind()
     with torch.no_grad():
         how(model, iter(Reader(path, lambda: None)))
-    return model, RankStager(model, how, pin=False)
+    return model, RankStager(model, Survey(model), how, pin=False)
 
 
 def run(stager: RankStager, id: str, path: Path, state: str = "", **how: bool) -> dict[str, Any]:

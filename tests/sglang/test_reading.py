@@ -17,7 +17,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.safetensors import Tensor
 from stitch_core.testing.checkpoints import ODD, random_tensors, write_checkpoint
 from stitch_sglang.reading import Reader
-from stitch_sglang.shadow import Unfit
+from stitch_sglang.survey import Unfit
 
 FILES = PosixFiles()
 

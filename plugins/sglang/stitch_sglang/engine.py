@@ -45,6 +45,8 @@ class SGLangEngine:
         self._uses: Literal["disk", "cpu"] | None = "disk" if destination == "disk" else None
         self._why = "asked for" if destination == "disk" else "the self-test has not ended"
         self._chosen = asyncio.Event()
+        self.warm = asyncio.Event()
+        """To be set once forward passes have run: what they do to the model is a part of the self-test."""
         if destination == "disk":
             self._chosen.set()
         self._ids = itertools.count(1)
@@ -68,6 +70,7 @@ class SGLangEngine:
         """
         if self._asked == "disk":
             return
+        await self.warm.wait()
         try:
             self._self_test = await self._run("test", boot, "")
         except Exception as error:  # whatever it is, there is no proof

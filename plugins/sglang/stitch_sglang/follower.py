@@ -21,11 +21,12 @@ from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.service import Announcer, ReplicaFailed, live
 from stitch_core.replica.stage_process import StagerProcess
 from stitch_core.replica.staging import Staged, Staging
-from stitch_core.state import TensorTable
+from stitch_core.state import TensorTable, state_digest
 from stitch_core.stores import open_store
 from stitch_core.stores.bounded import BoundedStore
 
 from .engine import DestinationRefused, SGLangEngine
+from .profiled import Profiled
 from .server import Scratch, reachable_url, replica_id
 from .settings import Settings
 
@@ -49,6 +50,8 @@ class Follower:
         self._stager: StagerProcess | None = None
         self.gate = Gate(self._clock)
         self._engine = SGLangEngine(manager, settings.destination)
+        self.warm = self._engine.warm
+        self.profiled = Profiled(settings, server_args, self._boot)
         self._reconciler = Reconciler(
             self._store, self._engine, self.gate, None, settings.follow(), self._boot, PosixFiles(),
             self._clock, random.Random(), asyncio.to_thread,
@@ -66,14 +69,19 @@ class Follower:
 
     def _middleware(self, app: App) -> App:
         return StitchMiddleware(
-            app, self.gate, status=lambda: {"id": self._id, "mode": "follower", **self._reconciler.status()},
+            app, self.gate, status=self._status,
             wake=self._reconciler.wake, mismatch=self._reconciler.mismatch, abort=self._engine.abort,
             kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
         )  # fmt: skip
 
+    def _status(self) -> dict[str, Any]:
+        said = self.profiled.said()
+        return {"id": self._id, "mode": "follower", **self._reconciler.status(), "profile": said}
+
     def stitch_status(self) -> dict[str, Any]:
         activity = self._reconciler.status()["activity"]
-        return {"id": self._id, "mode": "follower", "activity": activity, **self._engine.status()}
+        about = {"id": self._id, "mode": "follower", "activity": activity}
+        return {**about, **self._engine.status(), "profile": self.profiled.status()}
 
     async def live(self, stop: asyncio.Event) -> None:
         async def serve(end: asyncio.Event) -> None:  # the server is SGLang's
@@ -109,7 +117,7 @@ class Follower:
             cache=self._settings.cache, cache_bytes=self._settings.cache_bytes,
             anchor_every=self._settings.anchor_every,
         )  # fmt: skip
-        return Announced(self._stager, self._engine)
+        return Announced(self._stager, self._engine, self.profiled)
 
 
 class Announced:
@@ -118,8 +126,8 @@ class Announced:
     Asked for the same version again, which the engine could not prepare, it proves the copy by hashing it.
     """
 
-    def __init__(self, stager: StagerProcess, engine: SGLangEngine) -> None:
-        self._stager, self._engine = stager, engine
+    def __init__(self, stager: StagerProcess, engine: SGLangEngine, profiled: Profiled) -> None:
+        self._stager, self._engine, self._profiled = stager, engine, profiled
         self._last: Manifest | None = None
 
     @property
@@ -127,7 +135,9 @@ class Announced:
         return self._stager.fetching
 
     async def boot_table(self) -> TensorTable:
-        return await self._stager.boot_table()
+        table = await self._stager.boot_table()
+        await asyncio.to_thread(lambda: self._profiled.boots(state_digest(table)))
+        return table
 
     async def stage(self, target: Manifest) -> Staged:
         if self._last == target:

@@ -33,7 +33,7 @@ def register() -> None:
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import messages, names, scheduler
+    from . import caches, messages, names, scheduler
 
     messages.register()
     hooks = {
@@ -45,6 +45,7 @@ def _register_hooks() -> None:
         symbols.ABORT: (names.around_abort_request, HookType.AROUND),
         symbols.RENAME: (names.around_regenerate_rid, HookType.AROUND),
         symbols.DISPATCHER: (scheduler.after_init_request_dispatcher, HookType.AFTER),
+        symbols.CAPTURE: (caches.before_init_cuda_graphs, HookType.BEFORE),
         symbols.TAKE: (scheduler.before_handle_generate_request, HookType.BEFORE),
     }
     assert set(hooks) == set(symbols.HOOKED)

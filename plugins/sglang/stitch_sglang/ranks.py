@@ -13,6 +13,7 @@ from typing import Any
 
 from stitch_core.replica.room import available_memory, gib
 
+from . import caches
 from .messages import StitchStageReqInput, StitchStageReqOutput
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ def join(scheduler: Any) -> None:
 
     parallel = get_parallel()
     scheduler.stitch_stager = scheduler.stitch_group = None
+    scheduler.stitch_no_images = ""
     if parallel.tp_size > 1:
         scheduler.stitch_group = torch.distributed.new_group(parallel.tp_group.ranks, backend="gloo")
 
@@ -84,23 +86,39 @@ def forget(scheduler: Any) -> None:
         scheduler.stitch_stager.forget()
 
 
+def obstacle(scheduler: Any) -> str:
+    """Why no other weights may be loaded, said by the ranks that know of something."""
+    said = gather(scheduler, caches.obstacle(scheduler.tp_worker.model_runner))
+    many = len(said) > 1
+    return "; ".join(f"rank {rank}: {one}" if many else one for rank, one in enumerate(said) if one)
+
+
+def lose_images(scheduler: Any, why: str) -> None:
+    """What images hold would be copied to where nothing is computed with it: there are none any more."""
+    forget(scheduler)
+    scheduler.stitch_stager, scheduler.stitch_no_images = None, why
+
+
 def _open(scheduler: Any) -> Report | None:
     """Make this rank's stager, if there is none; what stands in the way."""
-    from .shadow import Unfit
     from .stager import RankStager
+    from .survey import Unfit
 
     if scheduler.stitch_stager is not None:
         return None
     try:
+        if scheduler.stitch_no_images:
+            raise Unfit(scheduler.stitch_no_images)
         runner = scheduler.tp_worker.model_runner
         _check(runner.model)
         scheduler.stitch_stager = RankStager(
-            runner.model, _loader(runner), pin=runner.device == "cuda", ranks=_count(scheduler)
-        )
+            runner.model, runner.stitch_survey, _loader(runner), pin=runner.device == "cuda",
+            ranks=_count(scheduler),
+        )  # fmt: skip
     except Unfit as error:
         return {"outcome": "unfit", "message": str(error)}
     except Exception as error:
-        logger.exception("stitch: the model cannot be surveyed")
+        logger.exception("stitch: the model cannot be staged")
         return {"outcome": "unfit", "message": repr(error)}
     return None
 
@@ -130,7 +148,7 @@ def _check(model: Any) -> None:
         _unsupported_derived_weight_cache_error,
     )
 
-    from .shadow import Unfit
+    from .survey import Unfit
 
     error = _unsupported_derived_weight_cache_error(model)
     if error is not None:

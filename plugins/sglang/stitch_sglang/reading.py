@@ -18,7 +18,7 @@ from stitch_core.parallel import in_order
 from stitch_core.safetensors import TensorRef
 from stitch_core.state import TensorInfo, state_digest
 
-from .shadow import Unfit
+from .survey import Unfit
 
 CHUNK_BYTES = 4 << 20
 """Hashed at a time."""

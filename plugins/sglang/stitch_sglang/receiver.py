@@ -29,6 +29,7 @@ from stitch_core.replica.stage_worker import table_from_json
 from stitch_core.state import TensorTable
 
 from .engine import DestinationRefused, SGLangEngine
+from .profiled import Profiled
 from .pull import inside
 from .receiver_routes import ReceiverRoutes
 from .server import Scratch, replica_id
@@ -66,6 +67,8 @@ class Receiver:
         self._boot_dir = Path(server_args.model_path).resolve()
         self._scratch = Scratch(settings.host_dir, self._boot_dir)
         self._engine = SGLangEngine(manager, settings.destination)
+        self.warm = self._engine.warm
+        self.profiled = Profiled(settings, server_args, self._boot_dir)
         self._activator = Activator(
             self._engine, self.gate, self._clock,
             ActivationSettings(
@@ -116,10 +119,12 @@ class Receiver:
             "kv_mode": self._settings.kv_mode,
             "active_requests": self.gate.active,
             "problem": problem and problem.shown(self._clock),
+            "profile": self.profiled.said(),
         }
 
     def stitch_status(self) -> dict[str, Any]:
-        return {"id": self._id, "mode": "receiver", "activity": self._activity, **self._engine.status()}
+        about = {"id": self._id, "mode": "receiver", "activity": self._activity}
+        return {**about, **self._engine.status(), "profile": self.profiled.status()}
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -154,6 +159,7 @@ class Receiver:
             try:
                 async with self._busy:
                     pulled = await self._carry_out(None, do="boot")
+                    await asyncio.to_thread(self.profiled.boots, pulled.manifest.state)
                     await self._activator.know(functools.partial(_value, pulled.table))
                     self._pulled = pulled
                     await self._activate(await self._prepare(pulled))

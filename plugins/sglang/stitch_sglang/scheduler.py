@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from . import ranks, symbols
+from . import caches, ranks, symbols
 from .history import add_rows
 from .messages import (
     DONE,
@@ -21,6 +21,7 @@ from .messages import (
     StitchActivateReqInput,
     StitchActivateReqOutput,
     StitchStageReqInput,
+    StitchStageReqOutput,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def after_init_request_dispatcher(result: object, scheduler: Any) -> None:
     ranks.join(scheduler)
     handlers: list[tuple[type, Any]] = [
         (StitchActivateReqInput, partial(activate, scheduler)),
-        (StitchStageReqInput, partial(ranks.stage, scheduler)),
+        (StitchStageReqInput, partial(stage, scheduler)),
     ]
     scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
 
@@ -54,16 +55,26 @@ def before_handle_generate_request(scheduler: Any, recv_req: Any, **_: Any) -> N
     recv_req.extra_key = _key(scheduler, recv_req.extra_key or "")
 
 
+def stage(scheduler: Any, request: StitchStageReqInput) -> StitchStageReqOutput:
+    """See ranks.stage; nothing is begun that could not be activated."""
+    if request.action in ("test", "stage") and (why := ranks.obstacle(scheduler)):
+        return StitchStageReqOutput(id=request.id, reports=[{"outcome": "failed", "message": why}])
+    return ranks.stage(scheduler, request)
+
+
 def activate(scheduler: Any, request: StitchActivateReqInput) -> StitchActivateReqOutput:
     """Pause, load, label and go on, all before the scheduler's next step: nobody can leave it paused."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     if request.staged is not None and (missing := ranks.not_staged(scheduler, request.staged)):
         return StitchActivateReqOutput(outcome=REFUSED, message=missing)
+    loads = request.staged is not None or request.model_path is not None
+    if loads and (why := ranks.obstacle(scheduler)):
+        return StitchActivateReqOutput(outcome=REFUSED, message=why)
     began = time.monotonic()
     scheduler.pause_generation(PauseGenerationReqInput(mode=request.mode))
     outcome, message, copied, loaded = DONE, "", 0, 0.0
-    if request.staged is not None or request.model_path is not None:
+    if loads:
         paused = time.monotonic()
         here = _load(scheduler, request)
         loaded = time.monotonic() - paused
@@ -83,6 +94,7 @@ def _load(scheduler: Any, request: StitchActivateReqInput) -> tuple[str, str, in
     """Outcome, message, bytes of this rank. A forward pass that is in flight reads the old weights."""
     try:
         _synchronize()
+        caches.drop(scheduler.tp_worker.model_runner)
         if request.staged is not None:
             outcome = DONE, "", ranks.copy(scheduler, request.staged)
         else:
@@ -102,7 +114,11 @@ def _load_from_disk(scheduler: Any, request: StitchActivateReqInput) -> tuple[st
         model_path=request.model_path, load_format=request.load_format, flush_cache=False
     )
     ranks.forget(scheduler)
-    reply = scheduler.weight_updater.update_weights_from_disk(update)
+    reply, replaced = caches.load_from_disk(
+        scheduler.tp_worker.model_runner, lambda: scheduler.weight_updater.update_weights_from_disk(update)
+    )
+    if replaced:
+        ranks.lose_images(scheduler, f"a load from disk has put {replaced} elsewhere")
     if reply.success:
         return DONE, ""
     return REFUSED if reply.message.startswith(NOTHING_WRITTEN) else UNCERTAIN, reply.message

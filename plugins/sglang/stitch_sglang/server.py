@@ -22,6 +22,7 @@ from stitch_core.scratch import temporary_directory
 from stitch_core.versions import check_run_id
 
 from .openai import ChoiceVersions
+from .profiled import Profiled
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class Mode(Protocol):
     """Follower or receiver: what stands in front of SGLang's app, and what goes on beside it."""
 
     gate: Gate
+    warm: asyncio.Event
+    """Set once forward passes have run."""
+    profiled: Profiled
 
     def wrap(self, app: App) -> App:
         """The app as clients meet it."""
@@ -113,6 +117,7 @@ class Life:
             _end_all_processes()
             return False
         self.manager.server_status = ServerStatus.Up
+        self.loop.call_soon_threadsafe(self.mode.warm.set)
         return True
 
 
@@ -132,6 +137,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["method"], clean_path(scope["path"])) == ("GET", STATUS):
+            await asyncio.to_thread(self._life.mode.profiled.look)
             await send_json(send, 200, self._life.mode.stitch_status())
             return
         if scope["type"] != "lifespan":
@@ -163,6 +169,8 @@ def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Lif
     kind = Follower if settings.store else Receiver
     mode: Mode = kind(settings, manager, server_args)
     logs.set_context(lambda: _about(mode.gate))
+    if server_args.skip_server_warmup:
+        mode.warm.set()
     life = Life(mode, manager)
     app.add_middleware(Front, life=life)
 

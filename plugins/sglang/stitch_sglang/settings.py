@@ -41,6 +41,10 @@ OPTIONS = {
     "poll": "seconds between looks at the store (5)",
     "pin_drain": "seconds that requests for an exact version may hold an activation up (60)",
     "drain": "seconds that requests get after SIGTERM (60)",
+    "constants": "what forward passes make that is not of weights, as patterns of names joined by ':', such "
+    "as model.layers.*.mlp.mask: neither dropped at an activation nor a reason to refuse it",
+    "profile": "the record of stitch profile for this model, release and flags (default: "
+    ".stitch-profile.json in the boot checkpoint)",
     "niceness": f"how far staging stands back behind serving, as nice(1) counts ({NICENESS}); 0 on many CPUs",
 }
 """Names, as --stitch-NAME and STITCH_NAME, and their help."""
@@ -71,6 +75,8 @@ class Settings:
     poll: float = 5.0
     pin_drain: float = 60.0
     drain: float = 60.0
+    constants: tuple[str, ...] = ()
+    profile: Path | None = None
     niceness: int = NICENESS
 
     def follow(self) -> Follow:
@@ -132,7 +138,9 @@ def _parse(name: str, text: str) -> Any:
             raise ValueError("it is disk, cpu or auto")
         if name == "roots":
             return tuple(Path(os.path.realpath(part)) for part in text.split(":") if part)
-        if name in ("host_dir", "cache"):
+        if name == "constants":
+            return tuple(part for part in text.split(":") if part)
+        if name in ("host_dir", "cache", "profile"):
             return Path(os.path.abspath(text))
         if name == "niceness":
             return whole(text, most=LEAST_PRIORITY)

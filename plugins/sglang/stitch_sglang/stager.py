@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from stitch_core.replica.child import LEAST_PRIORITY, niceness
 
 from .image import Image, Layout, storage_key
 from .reading import Reader
-from .shadow import Shadow, Survey, Unfit
+from .shadow import Shadow
+from .survey import Survey, Unfit, bump
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +80,16 @@ class Work:
 class RankStager:
     """All methods are for the scheduler's thread. ``load`` is SGLang's: restore, load, post-process.
 
-    ``ranks``: how many share this host's CPUs.
+    ``survey`` was made before anything ran. ``ranks``: how many share this host's CPUs.
 
     ``active`` equals the live weights; the other image holds the version before, or what was staged.
     """
 
-    def __init__(self, model: torch.nn.Module, load: Load, pin: bool, ranks: int = 1) -> None:
+    def __init__(self, model: torch.nn.Module, survey: Survey, load: Load, pin: bool, ranks: int = 1) -> None:
         self._model, self._load, self._pin = model, load, pin
         self._hashers, self._copiers = default_workers(2 * ranks), default_workers(ranks)
         self._threads = torch.get_num_threads()
-        self._survey = Survey(model)
+        self._survey = survey
         for one in self._survey.tensors.values():
             if one.required and one.tensor.numel() and storage_key(one.tensor) is None:
                 raise Unfit(f"{one.path} is a {one.tensor.layout} tensor")
@@ -161,8 +162,14 @@ class RankStager:
         numbers = work.changed if same_base else sorted(self._kept or ())
         before, self.active = self.active, None
         copied = image.copy_to_live(numbers, self._copiers)
+        bump(self._tensors_of(numbers))
         self.active, self._spare, self._work = image, before, None
         return copied
+
+    def _tensors_of(self, numbers: Collection[int]) -> Iterator[torch.Tensor]:
+        """The live tensors that lie in these segments."""
+        keys = {storage_key(self.layout.segments[number].live) for number in numbers}
+        return (one.tensor for one in self._survey.tensors.values() if storage_key(one.tensor) in keys)
 
     def forget(self) -> None:
         """The live weights are about to be changed by other means."""

@@ -63,9 +63,12 @@ GENERATE = Symbol(f"{MANAGER}.generate_request", ("self", "obj"))
 ABORT = Symbol(f"{MANAGER}.abort_request", ("self", "rid", "abort_all"))
 RENAME = Symbol(f"{IO}.GenerateReqInput.regenerate_rid", ("self",))
 DISPATCHER = Symbol(f"{SCHEDULER}.init_request_dispatcher", ("self",))
+CAPTURE = Symbol(
+    f"{SRT}.model_executor.model_runner.ModelRunner.init_cuda_graphs", ("self", "capture_decode_cuda_graph")
+)
 TAKE = Symbol(f"{SCHEDULER}.handle_generate_request", ("self", "recv_req"))
 
-HOOKED = (ADD_FLAGS, PARSED, LAUNCH, SERVE, GENERATE, ABORT, RENAME, DISPATCHER, TAKE)
+HOOKED = (ADD_FLAGS, PARSED, LAUNCH, SERVE, GENERATE, ABORT, RENAME, DISPATCHER, CAPTURE, TAKE)
 
 USED = (
     Symbol(f"{IO}.hook_custom_types", ("new_types",)),

@@ -16,7 +16,7 @@ def register() -> None:
     from stitch_sglang import ranks
     from stitch_sglang.image import Image
     from stitch_sglang.reading import Reader
-    from stitch_sglang.shadow import Unfit
+    from stitch_sglang.survey import Unfit
 
     copy, read, memory, opened = Image.copy_to_live, Reader._read, ranks.available_memory, ranks._open
 

@@ -109,13 +109,15 @@ class World:
         """Wait until the replica serves ``number`` or later; its status."""
         return await self.status_until(lambda status: (status["applied"] or 0) >= number)
 
-    async def status_until(self, condition: Any, seconds: float = ARRIVES) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
+    async def status_until(
+        self, condition: Any, seconds: float = ARRIVES, server: SGLangServer | None = None
+    ) -> dict[str, Any]:
+        server, deadline = server or self.server, time.monotonic() + seconds
         while True:
-            status: dict[str, Any] = (await self.server.call("GET", "/ready"))[1]
+            status: dict[str, Any] = (await server.call("GET", "/ready"))[1]
             if condition(status):
                 return status
-            assert time.monotonic() < deadline, f"{status}\n{self.server.tail()}"
+            assert time.monotonic() < deadline, f"{status}\n{server.tail()}"
             await asyncio.sleep(0.1)
 
     def close(self) -> None:
