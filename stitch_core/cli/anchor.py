@@ -183,7 +183,7 @@ class _Job:
 
     def _known(self, damage: Damage) -> Damage:
         """And what staging found out."""
-        for digest in self._stager.excluded:
+        for digest in self._stager.excluded | self._stager.doubts.damaged():
             damage.problems.setdefault(digest, "its bytes are not what was announced")
         return damage
 

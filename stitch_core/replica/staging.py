@@ -21,6 +21,7 @@ from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
 from .anchoring import ReplicaAnchors
+from .doubts import Doubts
 from .fetching import Fetcher, Wanted
 from .progress import reported
 from .room import gib
@@ -93,7 +94,8 @@ class Stager:
         self._room = room or files.free_bytes
         self._planner = Planner(store, chain)
         self.excluded: set[str] = set()
-        """Digests of what failed verification, and is not used again."""
+        """Digests of sources whose files are what their records say, and that do not lead where they say."""
+        self.doubts = Doubts(clock, rng)
         self._missing: set[str] = set()
         self._start_over = False
         self._boot_table: TensorTable | None = None
@@ -114,8 +116,9 @@ class Stager:
     async def stage(self, target: Manifest) -> Staged:
         """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
 
-        A representation that fails verification is not used again by this process; one that is not there
-        (a collector may have taken it meanwhile) not in the next plan, if there is another. Raises
+        A source whose bytes were not those of its record is used again when no other plan is left, after a
+        delay; one that is not there (a collector may have taken it meanwhile) not in the next plan, if there
+        is another. A source that is wrong by its own record is not used again by this process. Raises
         WrongBase, and what stands in the way otherwise.
         """
         version0 = await self._chain.boot(target)
@@ -135,8 +138,12 @@ class Stager:
             await self._with_host("staging", self.host.apply, plan, lambda s: directories[s.digest()])
             await self._run_blocking(self._files.remove_tree, self.host.root / "fetch")
             self._missing.clear()
+            self.doubts.settle(self.fetching)
         except RepresentationInvalid as error:
-            self.excluded.add(error.manifest_digest)
+            # The first time a read may have been bad; before the second the files are hashed anew.
+            if self.doubts.add(error.manifest_digest, error) > 1:
+                self.excluded.add(error.manifest_digest)
+                self.doubts.settle([error.manifest_digest])
             raise
         except HostCheckpointError:
             self._start_over = True
@@ -145,11 +152,14 @@ class Stager:
             self.fetching = ()
         applied = self._clock.monotonic() - fetched
         if self._anchors is not None:
-            self._anchors.staged(target, self.host.directory, frozenset(self.excluded))
+            self._anchors.staged(target, self.host.directory, frozenset(self.excluded | self.doubts.damaged()))
         return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
 
     async def _check_base(self, version0: Manifest) -> None:
         state = state_digest(await self.boot_table())
+        if state != version0.state:
+            self._boot_table = None  # one bad read is no other checkpoint
+            state = state_digest(await self.boot_table())
         if state != version0.state:
             raise WrongBase(
                 f"the base checkpoint {self._boot} is not version 0 of run {version0.run}: its state is "
@@ -196,14 +206,22 @@ class Stager:
         return plan
 
     async def _cheapest(self, target: Manifest, starts: set[str]) -> Plan:
-        """Without what was not there a moment ago, unless there is no other way."""
+        """Without sources that were not there, or not as recorded, unless there is no other way."""
+        avoided = self._missing | self.doubts.all()
         try:
-            return await self._planner.plan(target, starts, self.excluded | self._missing)
+            return await self._planner.plan(target, starts, self.excluded | avoided)
         except NoPlan:
-            if not self._missing:
+            if not avoided:
                 raise
-            self._missing.clear()
-            return await self._planner.plan(target, starts, self.excluded)
+        self._missing.clear()
+        waiting = self.doubts.waiting()
+        try:
+            return await self._planner.plan(target, starts, self.excluded | set(waiting))
+        except NoPlan:
+            if not waiting:
+                raise
+        # The damage is in the way, not that there is nothing else.
+        raise next(reversed(waiting.values()))
 
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()
@@ -222,7 +240,7 @@ class Stager:
 
         def failed(file: Wanted, error: Exception) -> None:
             if isinstance(error, DigestMismatch):
-                self.excluded.add(wanted[file])
+                self.doubts.add(wanted[file], error)
             elif isinstance(error, NotFound):
                 self._missing.add(wanted[file])
 

@@ -43,7 +43,7 @@ READ_AHEAD = 8
 
 
 class DigestMismatch(StoreError):
-    """An object's bytes are not the ones that were announced. Fetching it again will not help."""
+    """An object's bytes, read twice in a row, are not the ones that were announced."""
 
     def __init__(self, key: str, expected: str, got: str) -> None:
         super().__init__(f"{key} is not what was announced: expected {expected}, got {got}")
@@ -67,8 +67,8 @@ async def download(
     """Fetch an object to ``path``, where there is never anything but the whole, verified, durable file.
 
     A file that is there already is kept if it is that file, else removed first. Whole chunks that an earlier
-    download left in ``path.part`` are hashed and used; if they turn out to be wrong, all is fetched anew.
-    ``progress`` gets the number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable, and
+    download left in ``path.part`` are hashed and used. What turns out to be wrong is fetched anew, once: one bad
+    read is no damage. ``progress`` gets the number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable, and
     OSError of ``files``; after all but the first, ``path.part`` may be left.
     """
     part = path.with_name(path.name + ".part")
@@ -77,20 +77,18 @@ async def download(
     if left is None:
         report(size)
         return
-    chunks = functools.partial(_chunks, store, key, size, chunk, policy, rng)
-    if left.offset:
-        report(left.offset)
+    report(left.offset)
+    for again in (True, False):
+        chunks = _chunks(store, key, size, chunk, policy, rng, left.offset)
         try:
-            await _fill(chunks(left.offset), key, files, part, path, sha256, left, run_blocking, report)
+            await _fill(chunks, key, files, part, path, sha256, left, run_blocking, report)
             return
         except DigestMismatch:
-            left = _Left()
-            await _settled(run_blocking(_start, files, part))
-    try:
-        await _fill(chunks(0), key, files, part, path, sha256, left, run_blocking, report)
-    except DigestMismatch:
-        await _settled(run_blocking(files.remove, part))
-        raise
+            if not again:
+                await _settled(run_blocking(files.remove, part))
+                raise
+        left = _Left()
+        await _settled(run_blocking(_start, files, part))
 
 
 async def upload(
@@ -134,7 +132,7 @@ async def upload(
         except (AlreadyExists, Unavailable) as error:
             outcome = error
         try:
-            await _verify_once(store, key, size, sha256, chunk, run_blocking)
+            await _read_back(store, key, size, sha256, chunk, run_blocking)
         except NotFound:
             raise Unavailable(f"{key} is not there after an unclear write: {outcome}") from outcome
         except DigestMismatch as error:
@@ -159,13 +157,13 @@ async def verify(
 
     Raises DigestMismatch, NotFound, Unavailable.
     """
-    await _verify_once(store, key, size, sha256, chunk, run_blocking, policy, rng)
+    await _read_back(store, key, size, sha256, chunk, run_blocking, policy, rng)
 
 
 _ONCE = Retry(attempts=1)
 
 
-async def _verify_once(
+async def _read_back(
     store: Store,
     key: str,
     size: int,
@@ -174,6 +172,26 @@ async def _verify_once(
     run_blocking: RunBlocking,
     policy: Retry = _ONCE,
     rng: random.Random | None = None,
+) -> None:
+    """Twice, if the first read gave something else: one bad read is no damage."""
+    for again in (True, False):
+        try:
+            await _read_once(store, key, size, sha256, chunk, run_blocking, policy, rng)
+            return
+        except DigestMismatch:
+            if not again:
+                raise
+
+
+async def _read_once(
+    store: Store,
+    key: str,
+    size: int,
+    sha256: str,
+    chunk: int,
+    run_blocking: RunBlocking,
+    policy: Retry,
+    rng: random.Random | None,
 ) -> None:
     if store.capabilities.digests:
         ask = functools.partial(cast(DigestingStore, store).digest, key)

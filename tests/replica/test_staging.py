@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +57,78 @@ async def refused(f: Following, error: type[Exception], match: str) -> None:
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "delta"])
 async def test_c09_one_flipped_byte(f: Following, full: bool) -> None:
-    """Caught, not loaded, and not asked for again by this process; the next full is taken."""
+    """Caught and not loaded. It is fetched again after delays that grow, and the next full is taken first."""
     manifest = await (f.publish_full() if full else f.publish())
-    flip(f, object_of(f, manifest))
-    await refused(f, DigestMismatch, "is not what was announced")
-    f.store.calls.clear()
-    for _ in range(3):
-        await refused(f, NoPlan, "r/weight_v000002 cannot be reached: no usable full, and no deltas from")
-    assert {name for name, _ in f.store.calls} == {"load", "list"}
+    key = object_of(f, manifest)
+    flip(f, key)
+    fetched = []
+    for _ in range(40):
+        f.store.calls.clear()
+        await refused(f, DigestMismatch, key)
+        fetched.append(("read", key) in f.store.calls)
+        await asyncio.sleep(1.0)
+    assert fetched[:2] == [True, True]
+    assert 3 <= sum(fetched) <= 8
     await f.publish()
-    await refused(f, NoPlan, "r/weight_v000003 cannot be reached")
+    await refused(f, DigestMismatch, key)
     newest = await f.publish_full()
     await f.catch_up()
     f.check(newest)
+
+
+BAD_READS: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "short": lambda data: data[:-1],
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_READS.values(), ids=BAD_READS)
+@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "delta"])
+async def test_c73_bad_reads_of_a_sound_store_only_delay(
+    f: Following, bad: Callable[[bytes], bytes], times: int, full: bool
+) -> None:
+    """They excluded the only way to the version for the life of the process."""
+    manifest = await (f.publish_full() if full else f.publish())
+    key, left = object_of(f, manifest), [times]
+    read = f.memory.read
+
+    async def badly(asked: str, start: int = 0, length: int | None = None) -> bytes:
+        data = await read(asked, start, length)
+        if asked != key or not data or not left[0]:
+            return data
+        left[0] -= 1
+        return bad(data)
+
+    f.memory.read = badly  # type: ignore[method-assign]
+    for _ in range(10):
+        with contextlib.suppress(DigestMismatch):
+            await f.reconciler.reconcile()
+        await asyncio.sleep(1.0)
+    assert left == [0]
+    f.check(manifest)
+
+
+async def test_c73_one_bad_read_of_the_boot_checkpoint_is_no_other_checkpoint(tmp_path: Path) -> None:
+    """A replica ended because its base was taken for another."""
+    f = Following(tmp_path)
+    manifest = await f.publish()
+    stager = f.reconciler._stager
+    table = dict(await stager.boot_table())
+    name = next(iter(table))
+    stager._boot_table = {**table, name: replace(table[name], digest="0" * 32)}
+    await f.catch_up()
+    f.check(manifest)
+
+
+async def test_c73_what_is_wrong_by_its_own_record_is_read_twice_and_no_more(f: Following) -> None:
+    await f.publish_full(replace(f.trainer.full(), state="sha256:" + "1" * 64))
+    for _ in range(2):
+        await refused(f, RepresentationInvalid, "r/weight_v000002")
+    f.store.calls.clear()
+    await refused(f, NoPlan, "r/weight_v000002")
+    assert {name for name, _ in f.store.calls} == {"load", "list"}
 
 
 async def test_c08_other_bytes_of_the_same_size(f: Following) -> None:
@@ -141,8 +202,9 @@ async def test_c14_a_full_of_another_layout(
     write_checkpoint(directory, FILES, tensors, 2)
     payload = Payload("full", state_digest(table_of(tensors)), directory, tuple(FILES.list(directory)))
     await f.publish_full(payload)
-    await refused(f, RepresentationInvalid, message)
-    await refused(f, NoPlan, "cannot be reached")
+    for _ in range(2):
+        await refused(f, RepresentationInvalid, message)
+    await refused(f, NoPlan, "r/weight_v000002")
 
 
 async def test_c14_a_full_that_is_not_what_its_manifest_says(f: Following) -> None:

@@ -184,6 +184,36 @@ async def test_download_refuses_wrong_bytes(wrong: str, tmp_path: Path) -> None:
         await verify(store, "k", len(DATA), digest(DATA), **QUICK)
 
 
+BAD_READS: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "short": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_READS)
+async def test_c73_one_bad_read_is_read_again(wrong: str, tmp_path: Path) -> None:
+    """The object is sound: neither a download nor a read-back takes it for damaged."""
+
+    class OnceBad(MemoryStore):
+        bad = True
+
+        async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            data = await super().read(key, start, length)
+            if self.bad and start == 0:
+                self.bad = False
+                return BAD_READS[wrong](data)
+            return data
+
+    store = OnceBad()
+    await store.create("k", DATA)
+    await fetch(store, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    store.bad = True
+    await verify(store, "k", len(DATA), digest(DATA), **QUICK)
+
+
 async def test_download_notices_an_object_that_shrinks(tmp_path: Path) -> None:
     class Shrinks(MemoryStore):
         async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
