@@ -113,8 +113,8 @@ class Compactor:
         self._shape = shape
         self._chain = ChainReader(store)
         self._maker = SpanMaker(
-            store, run, work, self._chain, files=files, rng=rng, run_blocking=run_blocking,
-            policy=self._policy, widths=widths,
+            store, run, work, self._chain, files=files, clock=clock, rng=rng,
+            run_blocking=run_blocking, policy=self._policy, widths=widths,
         )  # fmt: skip
         self._failed: dict[Range, str] = {}
         self._needless: set[Range] = set()  # one piece leads over these: the other steps changed nothing
@@ -159,8 +159,9 @@ class Compactor:
         head, _ = await self._call(lambda: self._chain.head(self._run))
         newest = await self._call(lambda: self._chain.manifest(self._run, head))
         places: dict[Range, list[Place]] = {}
+        unfit = self._maker.excluded | self._maker.doubts.damaged()
         for place in await self._call(lambda: list_records(self._store, self._run, ("spans",))):
-            if place.since is not None and place.key is not None and place.digest not in self._maker.excluded:
+            if place.since is not None and place.key is not None and place.digest not in unfit:
                 places.setdefault((place.since, place.number), []).append(place)
         ends = sorted((b for a, b in places if a == self.root and b <= newest.number), reverse=True)
         for end in [*ends, self.root]:
@@ -201,7 +202,7 @@ class Compactor:
             self._give_up(view, range, str(error), error.at if isinstance(error, EncodingChanges) else 0)
             return None
         except (NotFound, DigestMismatch, RepresentationInvalid, DeltaError) as error:
-            # What is wrong with a piece excludes it; then there is another way, or none.
+            # The piece comes last from now on, or not again; then there is another way, or none.
             if isinstance(error, DeltaError):
                 self._failed[range] = str(error)
             self._say(f"span {range[0]}-{range[1]}: {error}")

@@ -14,10 +14,11 @@ from .chain import ChainReader
 from .delta.fold import RepresentationInvalid
 from .delta.merge import merge_deltas
 from .delta.transcode import in_encoding
+from .doubts import Doubts
 from .lineage import REVERSIBLE, NoPlan, Plan, Source
 from .manifest import Manifest, PayloadFile, Representation, Row
 from .planner import Planner
-from .ports import Files, NotFound, RunBlocking, Store
+from .ports import Clock, Files, NotFound, RunBlocking, Store
 from .records import How, Record, upload_record
 from .replica.fetching import Fetcher, Wanted
 from .retry import Retry, retrying
@@ -37,7 +38,8 @@ class EncodingChanges(NoPlan):
 class SpanMaker:
     """Makes spans of one run, in scratch space of its own below ``work``.
 
-    ``excluded``: digests of what can be no piece. ``widths``: see Compactor.
+    ``excluded``: digests of what can be no piece; ``doubts``: of what was not as recorded when it was read.
+    ``widths``: see Compactor.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SpanMaker:
         chain: ChainReader,
         *,
         files: Files,
+        clock: Clock,
         rng: random.Random,
         run_blocking: RunBlocking,
         policy: Retry,
@@ -59,16 +62,24 @@ class SpanMaker:
         self._fetcher = Fetcher(store, files, run_blocking, rng)
         self._local: dict[str, tuple[Path, int]] = {}  # verified files by a source's digest, and its version
         self.excluded: set[str] = set()
+        self.doubts = Doubts(clock, rng)
 
     async def plan(
         self, target: Manifest, rows: Collection[Row], sources: dict[str, Source], start: str
     ) -> Plan:
-        """The cheapest pieces from state ``start`` to ``target``, read and found reversible; NoPlan."""
-        while True:
-            plan = await retrying(
-                lambda: self._planner.read(target, rows, sources, {start}, self.excluded),
+        """The cheapest pieces from state ``start`` to ``target``, read and found reversible.
+
+        Raises NoPlan, and as ``Doubts.around``.
+        """
+
+        async def without(avoided: set[str]) -> Plan:
+            return await retrying(
+                lambda: self._planner.read(target, rows, sources, {start}, self.excluded | avoided),
                 self._policy, self._rng,
             )  # fmt: skip
+
+        while True:
+            plan = await self.doubts.around(without)
             unfit = [s for s in plan.sources if s.representation.encoding not in REVERSIBLE]
             if not unfit:
                 if self._widths is None:
@@ -79,7 +90,7 @@ class SpanMaker:
     async def merge(self, range: Range, plan: Plan) -> tuple[Record, Path]:
         """The record of the merged delta, and where its files lie.
 
-        Raises NotFound, DigestMismatch, RepresentationInvalid, which exclude a piece, and DeltaError.
+        Raises NotFound and RepresentationInvalid, which exclude a piece, DigestMismatch and DeltaError.
         """
         directories = await self._fetch(plan.deltas)
         try:
@@ -119,10 +130,14 @@ class SpanMaker:
                 wanted[Wanted(key, directory / file.name, file.size, file.sha256)] = source
 
         def failed(file: Wanted, error: Exception) -> None:
-            if isinstance(error, DigestMismatch | NotFound):
-                self.excluded.add(wanted[file].digest())
+            digest = wanted[file].digest()
+            if isinstance(error, DigestMismatch):
+                self.doubts.add(digest, error)
+            elif isinstance(error, NotFound):
+                self.excluded.add(digest)
 
         await self._fetcher.fetch(list(wanted), failed)
+        self.doubts.settle(source.digest() for source in sources)
         for here, source in wanted.items():
             self._local[source.digest()] = here.path.parent, source.version.number
         return {source.digest(): self._local[source.digest()][0] for source in sources}

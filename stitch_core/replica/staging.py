@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ..chain import ChainReader
 from ..checkpoint import Checkpoint, CheckpointError
+from ..doubts import Doubts
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan, Plan, Source
 from ..manifest import Manifest
@@ -21,7 +22,6 @@ from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
 from .anchoring import ReplicaAnchors
-from .doubts import Doubts
 from .fetching import Fetcher, Wanted
 from .progress import reported
 from .room import gib
@@ -152,7 +152,9 @@ class Stager:
             self.fetching = ()
         applied = self._clock.monotonic() - fetched
         if self._anchors is not None:
-            self._anchors.staged(target, self.host.directory, frozenset(self.excluded | self.doubts.damaged()))
+            self._anchors.staged(
+                target, self.host.directory, frozenset(self.excluded | self.doubts.damaged())
+            )
         return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
 
     async def _check_base(self, version0: Manifest) -> None:
@@ -207,21 +209,17 @@ class Stager:
 
     async def _cheapest(self, target: Manifest, starts: set[str]) -> Plan:
         """Without sources that were not there, or not as recorded, unless there is no other way."""
-        avoided = self._missing | self.doubts.all()
+
+        async def without(avoided: set[str]) -> Plan:
+            return await self._planner.plan(target, starts, self.excluded | self._missing | avoided)
+
         try:
-            return await self._planner.plan(target, starts, self.excluded | avoided)
+            return await self.doubts.around(without)
         except NoPlan:
-            if not avoided:
+            if not self._missing:
                 raise
         self._missing.clear()
-        waiting = self.doubts.waiting()
-        try:
-            return await self._planner.plan(target, starts, self.excluded | set(waiting))
-        except NoPlan:
-            if not waiting:
-                raise
-        # The damage is in the way, not that there is nothing else.
-        raise next(reversed(waiting.values()))
+        return await self.doubts.around(without)
 
     def _held(self) -> set[str]:
         return {self.host.holding.state} if self.host.holding else set()

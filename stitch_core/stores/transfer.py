@@ -67,9 +67,9 @@ async def download(
     """Fetch an object to ``path``, where there is never anything but the whole, verified, durable file.
 
     A file that is there already is kept if it is that file, else removed first. Whole chunks that an earlier
-    download left in ``path.part`` are hashed and used. What turns out to be wrong is fetched anew, once: one bad
-    read is no damage. ``progress`` gets the number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable, and
-    OSError of ``files``; after all but the first, ``path.part`` may be left.
+    download left in ``path.part`` are hashed and used. Wrong bytes are fetched anew, once: one bad read is no
+    damage. ``progress`` gets the number of bytes of each step. Raises DigestMismatch, NotFound, Unavailable,
+    and OSError of ``files``; after all but the first, ``path.part`` may be left.
     """
     part = path.with_name(path.name + ".part")
     report = progress or (lambda _: None)

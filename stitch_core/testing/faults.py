@@ -51,6 +51,8 @@ class FaultPlan:
     """A write arrives up to ``late`` seconds after the caller was told that it failed."""
     store_twice: float = 0.0
     """A write is delivered a second time, up to ``late`` seconds later."""
+    store_bad_read: float = 0.0
+    """A read of a file in the store answers other bytes: one bit flipped, the end missing, or zeros."""
     late: float = 60.0
     outages: tuple[Outage, ...] = ()
 
@@ -122,6 +124,7 @@ class FaultPlan:
             engine_restart_every=every(30, 300),
             engine_dies=rate(0.2),
             caller_dies=rate(0.2),
+            store_bad_read=rate(0.3),
         )
 
     def __str__(self) -> str:
@@ -185,6 +188,14 @@ class Faults:
         """Whether the store cannot be reached by ``who`` now."""
         now = self._time()
         return any(o.start <= now < o.end and o.who in (None, who) for o in self.plan.outages)
+
+    def as_read(self, data: bytes) -> bytes:
+        """What a read of ``data`` answers; the next read is another one."""
+        if not data or not self.hit(self.plan.store_bad_read):
+            return data
+        at = self.random.randrange(len(data))
+        flipped = bytes([data[at] ^ 1 << self.random.randrange(8)])
+        return self.random.choice((data[:at] + flipped + data[at + 1 :], data[:at], bytes(len(data))))
 
     def crash_moment(self) -> Moment | None:
         """When, in the change to a file that is about to happen, the process dies; None: it does not."""

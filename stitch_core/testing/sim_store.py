@@ -105,7 +105,8 @@ class SimulatedStore:
     async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         check_range(start, length)
         data = await self._call("read", key, partial(self._bucket.get, check_key(key)))
-        return data[start:] if length is None else data[start : start + length]
+        part = data[start:] if length is None else data[start : start + length]
+        return self._bucket.faults.as_read(part)
 
     async def size(self, key: str) -> int:
         return len(await self._call("size", key, partial(self._bucket.get, check_key(key))))

@@ -77,9 +77,15 @@ class Prover:
             await stage_replanning(self._stager, found)
         await asyncio.to_thread(self._files.remove_tree, self._fetched)
         await asyncio.to_thread(self._files.make_dirs, self._fetched)
+        try:
+            return await self._prove_fetched(prefix, uploaded)
+        except DeltaError:
+            return await self._prove_fetched(prefix, uploaded)  # one bad read refuses no version
+
+    async def _prove_fetched(self, prefix: str, uploaded: Sequence[PayloadFile]) -> tuple[Changed, str]:
         for file in uploaded:
             path = self._fetched / file.name
-            await download(
+            await download(  # hashes what lies there
                 self._store, prefix + file.name, self._files, path, file.size, file.sha256,
                 policy=self._policy,
             )  # fmt: skip

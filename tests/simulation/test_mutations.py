@@ -11,6 +11,7 @@ import pytest
 from stitch_core import publisher, uploading
 from stitch_core.claims import Resume
 from stitch_core.delta.encoder import DeltaEncoder
+from stitch_core.doubts import Doubts
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
 from stitch_core.manifest import Manifest
@@ -212,6 +213,11 @@ async def builds_on_anything(self: Publisher, state: str) -> bool:
     return True
 
 
+@method(Doubts, "waiting")
+def excludes_for_good_what_one_fetch_saw(self: Doubts) -> dict[str, Exception]:
+    return {digest: doubt.error for digest, doubt in self._doubts.items()}
+
+
 WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
@@ -233,6 +239,7 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (claims_the_admitted_version, "anything", TRUTH),
         (keeps_the_kv_it_says_it_drops, "anything", {"truth: the KV"}),
         pytest.param(trusts_the_marker, "anything", TRUTH | ARRIVES, marks=SLOW),
+        pytest.param(excludes_for_good_what_one_fetch_saw, "anything", ARRIVES, marks=SLOW),
         (has_no_timer, "c17", ARRIVES | {"scenario: it goes on"}),
         (stops_serving_without_a_store, "anything", ARRIVES | {"independence: it goes on serving"}),
         (stops_serving_without_a_store, "c18", {"scenario: c18", "scenario: it goes on"}),

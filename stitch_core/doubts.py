@@ -7,12 +7,13 @@ after every other way, and when no other way is left, it is tried again after a 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from ..ports import Clock
-from ..retry import Retry
-from ..stores.transfer import DigestMismatch
+from .lineage import NoPlan, Plan
+from .ports import Clock
+from .retry import Retry
+from .stores.transfer import DigestMismatch
 
 DELAYS = Retry(first=1.0, cap=300.0)
 """Before the third read and later ones: a large source that stays damaged is not fetched all the time."""
@@ -56,3 +57,22 @@ class Doubts:
         """Sources that are not to be read yet, and what was wrong with each."""
         now = self._clock.monotonic()
         return {digest: doubt.error for digest, doubt in self._doubts.items() if doubt.until > now}
+
+    async def around(self, plan: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
+        """``plan`` without the doubted sources; where that is no plan, with those whose delay is over.
+
+        ``plan`` gets the digests to do without. Raises NoPlan, or what was wrong with a doubted source while
+        it waits and may be the only way.
+        """
+        try:
+            return await plan(self.all())
+        except NoPlan:
+            if not self._doubts:
+                raise
+        waiting = self.waiting()
+        try:
+            return await plan(set(waiting))
+        except NoPlan:
+            if not waiting:
+                raise
+        raise next(reversed(waiting.values()))  # the damage is in the way, not that there is nothing else
