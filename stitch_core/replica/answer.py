@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 
@@ -81,6 +82,9 @@ class Answer:
         headers = header_map(message.get("headers", ()))
         streams = headers.get("content-type", "").startswith("text/event-stream")
         self._handle = self._stream if streams else self._whole
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            self._handle = functools.partial(self._encoded, encoding)
         kept = without(
             message.get("headers", ()), ("content-length", "content-encoding", HEADER_ADMITTED, HEADER_RUN)
         )
@@ -107,6 +111,10 @@ class Answer:
             await self._refuse(refusal)
         else:
             await self._write(body, True, [(b"content-length", str(len(body)).encode())])
+
+    async def _encoded(self, encoding: str, data: bytes, last: bool) -> None:
+        message = f"the engine answers in content-encoding {encoding}, which was not asked for"
+        await self._refuse(unreported(message))
 
     async def _stream(self, data: bytes, last: bool) -> None:
         events = self._splitter.feed(data)

@@ -6,13 +6,23 @@ import asyncio
 import json
 import time
 import uuid
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..ports import EngineRefused
-from ..replica.asgi import Message, Receive, Scope, Send, encode_json, send_json
+from ..replica.asgi import (
+    Message,
+    Receive,
+    Scope,
+    Send,
+    encode_json,
+    header_map,
+    send_json,
+    without,
+)
 from .fake_engine import FakeEngine, FakeRequest
 
 UpdateFault = Literal["success_false", "changed_400", "dropped", "changed_dropped", "hangs"]
@@ -31,7 +41,8 @@ class Manners:
     change; "dropped" and "changed_dropped" end the connection without an answer; "hangs" never answers.
     ``versions``: report versions at all; ``kv_versions``: those of the prompt's KV too. ``one_choice``:
     OpenAI routes report the versions of the first choice only and none in streams, as SGLang 0.5.23 does.
-    ``deaf``: do not notice that a client left.
+    ``deaf``: do not notice that a client left. ``encoding``: gzip or deflate whatever is answered to who does
+    not ask for "identity", or to everybody (``stubborn``).
     """
 
     split: int = 7
@@ -40,6 +51,8 @@ class Manners:
     kv_versions: bool = False
     one_choice: bool = False
     deaf: bool = False
+    encoding: Literal["gzip", "deflate"] | None = None
+    stubborn: bool = False
 
 
 @dataclass
@@ -56,6 +69,10 @@ class FakeServer:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
+        if self.manners.encoding is not None:
+            asked = header_map(scope["headers"]).get("accept-encoding", "*")
+            if self.manners.stubborn or asked != "identity":
+                send = _encoding(send, self.manners.encoding)
         body, more = b"", True
         while more:
             message = await receive()
@@ -290,6 +307,24 @@ class FakeServer:
 
     async def _models(self, value: dict[str, Any]) -> tuple[int, Any]:
         return 200, {"object": "list", "data": [{"id": "fake", "created": int(time.time())}]}
+
+
+def _encoding(send: Send, encoding: str) -> Send:
+    """As compressing middleware does, piece by piece."""
+    packer = zlib.compressobj(wbits=31 if encoding == "gzip" else 15)
+
+    async def packed(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = without(message["headers"], ("content-length",))
+            message = {**message, "headers": [*headers, (b"content-encoding", encoding.encode())]}
+        else:
+            more = message.get("more_body", False)
+            data = packer.compress(message["body"])
+            data += packer.flush(zlib.Z_SYNC_FLUSH if more else zlib.Z_FINISH)
+            message = {**message, "body": data}
+        await send(message)
+
+    return packed
 
 
 async def _half_an_answer(send: Send) -> None:

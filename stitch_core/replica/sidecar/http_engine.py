@@ -167,14 +167,19 @@ class HttpEngine:
         """Status and JSON (text, if it is none). EngineError: no whole answer came."""
         try:
             async with self._session.request(
-                method, self._base + path, json=body, timeout=timeout or self._control
-            ) as answer:
+                method, self._base + path, json=body, timeout=timeout or self._control,
+                headers={"Accept-Encoding": "identity"},
+            ) as answer:  # fmt: skip
                 data = await answer.read()
-                status = answer.status
+                status, encoding = answer.status, answer.headers.get("Content-Encoding", "identity")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._fallback = uuid.uuid4().hex
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise EngineError(f"{method} {path} got no answer: {reason}") from error
+        if encoding.strip().lower() != "identity":
+            raise EngineError(
+                f"{method} {path} is answered in content-encoding {encoding}, which was not asked for"
+            )
         try:
             return status, json.loads(data)
         except ValueError:

@@ -54,14 +54,16 @@ class ReverseProxy:
         query = scope.get("query_string", b"").decode("latin-1")
         url = f"{self._base}{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}"
         headers = without(scope["headers"], (*HOP_BY_HOP, "host", "content-length"))
+        if not any(name == b"accept-encoding" for name, _ in headers):
+            # Where nothing is said a server may answer in any encoding.
+            headers.append((b"accept-encoding", b"identity"))
         try:
             async with self._session.request(
                 scope["method"],
                 url,
                 data=body or None,
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
-                # aiohttp would ask for compression where nothing is said.
-                skip_auto_headers=("Accept-Encoding", "User-Agent"),
+                skip_auto_headers=("User-Agent",),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as answer:
