@@ -17,6 +17,7 @@ from stitch_core.chain import ChainReader
 from stitch_core.manifest import Manifest
 from stitch_core.planner import Planner
 from stitch_core.ports import EngineIdentity
+from stitch_core.replica.boot import BootCheckpoint
 from stitch_core.replica.staging import Staged
 from stitch_core.state import TensorInfo, state_digest
 from stitch_core.stores.memory import MemoryStore
@@ -100,8 +101,8 @@ class Stager:
         self._planner, self._line, self._rng = Planner(store, ChainReader(store)), line, rng
         self._held = state_digest(table(0))
 
-    async def boot_table(self) -> dict[str, TensorInfo]:
-        return table(0)
+    async def boot(self) -> BootCheckpoint:
+        return BootCheckpoint(table(0), {})
 
     async def stage(self, target: Manifest) -> Staged:
         plan = await self._planner.plan(target, {self._held, state_digest(table(0))})
@@ -123,7 +124,7 @@ class Engine:
         self.label = "default"
 
     async def identity(self) -> EngineIdentity:
-        return EngineIdentity("one", self.label)
+        return EngineIdentity("one", self.label, boot_marks={})
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         await asyncio.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ import xxhash
 
 from .dialects import INDEX_NAME, Index, check_shard_name, read_index
 from .parallel import in_order
-from .ports import Files
+from .ports import FileMarks, Files
 from .safetensors import CheckpointError, TensorRef, read_header
 from .state import TensorInfo, state_digest
 
@@ -153,6 +154,26 @@ def list_directory(directory: Path, files: Files) -> list[str]:
         return files.list(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{directory}: no such directory") from None
+
+
+def marks_of(directory: Path, files: Files) -> FileMarks:
+    """Of a checkpoint's directory and of all that is in it: equal only if nothing there was changed.
+
+    Raises CheckpointError if it is not there, OSError.
+    """
+    names = list_directory(directory, files)
+    marks = {"": files.mark(directory)}
+    for name in names:
+        with contextlib.suppress(OSError):  # it went meanwhile, or is a link to nothing or to itself
+            marks[name] = files.mark(directory / name)
+    return marks
+
+
+def first_change(before: FileMarks, after: FileMarks) -> str | None:
+    """The name of a file (or "", the directory itself) that differs; None if all are as they were."""
+    # A file tells more than its directory.
+    names = sorted(before.keys() | after.keys(), key=lambda name: (not name, name))
+    return next((name for name in names if before.get(name) != after.get(name)), None)
 
 
 def _check_index(directory: Path, index: Index, tensors: Mapping[str, TensorRef]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from .ports import Buffer
 
 _LOCK_POLL = 0.005
+_MOST_LINKS = 40  # as many as Linux follows
 
 
 class PosixFiles:
@@ -57,6 +58,13 @@ class PosixFiles:
 
     def list(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        return tuple(
+            number
+            for s in _way_to(path)
+            for number in (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        )
 
     def write_new(self, path: Path, data: Buffer) -> None:
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd, _named(path):
@@ -122,6 +130,28 @@ class PosixFiles:
                     time.sleep(_LOCK_POLL)
             # Closing the descriptor unlocks. The file stays: removing it would let two hold "the" lock.
             yield
+
+
+def _way_to(path: Path) -> Iterator[os.stat_result]:
+    """Each symbolic link on the way to a path, then what is there."""
+    at, parts, links = Path("/"), list(reversed(path.parts[1:])), 0
+    while parts:
+        part = parts.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        status = os.lstat(at / part)
+        if not stat.S_ISLNK(status.st_mode):
+            at /= part
+            continue
+        yield status
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = Path(os.readlink(at / part))
+        at = Path("/") if target.is_absolute() else at
+        parts += reversed(target.parts[target.is_absolute() :])
+    yield os.stat(at)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,9 @@ class RunBlocking(Protocol):
 
 # ---------------------------------------------------------------------------------------------- files
 
+FileMarks = Mapping[str, tuple[int, ...]]
+"""``Files.mark`` of a directory, under the name "", and of everything in it."""
+
 
 class Files(Protocol):
     """The file operations of one machine. Paths are absolute.
@@ -72,6 +75,15 @@ class Files(Protocol):
 
     def list(self, path: Path) -> list[str]:
         """Names in a directory, sorted."""
+        ...
+
+    def mark(self, path: Path) -> tuple[int, ...]:
+        """Numbers that differ once a file or directory, or a symbolic link on the way to it, was changed or
+        replaced, also by what was there before; FileNotFoundError.
+
+        They are those of stat(2): device, inode, size, times of the last change. A change within the same
+        tick of the file system's clock as the one before may not show.
+        """
         ...
 
     def write_new(self, path: Path, data: Buffer) -> None:
@@ -336,17 +348,22 @@ class EngineUncertain(EngineError):
     """The engine's weights can no longer be known: this replica must be replaced."""
 
 
+class EngineReplaced(EngineError):
+    """Another instance answers than the one that ``Engine.identity`` told of last."""
+
+
 @dataclass(frozen=True)
 class EngineIdentity:
     """``instance`` changes when the engine process does; ``label`` is the version it stamps on tokens now.
 
-    ``fresh``: nobody but this process can have changed its weights since it booted. An engine that was
-    there before may have been left half copied, and its label would not tell.
+    ``boot_marks``: of the boot checkpoint (``checkpoint.marks_of``), taken in this process before the engine
+    began to load it. None where that was not seen: what an engine says of itself proves nothing about its
+    weights, and all of them are copied before it serves a version.
     """
 
     instance: str
     label: str
-    fresh: bool = True
+    boot_marks: FileMarks | None = None
 
 
 class Engine(Protocol):

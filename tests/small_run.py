@@ -45,6 +45,18 @@ async def inline(function: Callable[..., T], /, *args: Any) -> T:
     return function(*args)
 
 
+def tick(directory: Path) -> None:
+    """Return once the file system's clock, which moves in steps, has moved on."""
+    probe, began = directory / "tick", None
+    while True:
+        probe.write_bytes(b"")
+        now = probe.stat().st_mtime_ns
+        probe.unlink()
+        began = began or now
+        if now != began:
+            return
+
+
 class Trainer:
     """Weights, and the proven base that deltas are encoded against, as a trainer's plugin keeps them.
 

@@ -271,6 +271,7 @@ async def _serve(
             opened.app, gate, status=lambda: {"id": replica_id, **reconciler.status()}, wake=reconciler.wake,
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
             cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
+            vouch=opened.vouch,
         )  # fmt: skip
         logs.set_context(lambda: {"replica": replica_id, **_versions(gate, reconciler)})
         metrics = ReplicaMetrics(gate, clock, reconciler.status)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ..checkpoint import first_change
 from ..manifest import Manifest
-from ..ports import Clock, Engine, EngineError, EngineRefused, KVMode
+from ..ports import Clock, Engine, EngineError, EngineIdentity, EngineRefused, KVMode
 from ..state import TensorTable, changed_tensors, layout_difference
 from ..versions import PolicyVersion
 from .admission import Gate, Ticket
+from .boot import BootCheckpoint
 
 T = TypeVar("T")
 BOOT_LABEL = "default"
@@ -60,37 +62,58 @@ class Prepared:
 class Activator:
     """Knows the engine's tensors by its own records, never by a delta's list of names."""
 
-    def __init__(self, engine: Engine, gate: Gate, clock: Clock, settings: ActivationSettings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        gate: Gate,
+        clock: Clock,
+        settings: ActivationSettings,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._engine, self._gate, self._clock, self._settings = engine, gate, clock, settings
+        self._say = say
         self.serving: Manifest | None = None
         self._boot_table: TensorTable | None = None
         self._table: TensorTable | None = None
         self._instance: str | None = None
         self._label = BOOT_LABEL
+        self._unseen = True  # the engine has not been looked at yet
         self._revoked: list[Ticket] = []
 
-    async def know(self, boot_table: Callable[[], Awaitable[TensorTable]]) -> bool:
+    async def know(self, read_boot: Callable[[], Awaitable[BootCheckpoint]]) -> bool:
         """Be sure what the engine holds; True if it has to catch up, having restarted or never begun.
 
-        ``boot_table`` reads the checkpoint that the engine boots from. Raises EngineError.
+        ``read_boot`` reads the checkpoint that the engine boots from. Raises EngineError.
         """
         identity = await self._bounded(self._engine.identity())
         if identity.instance == self._instance and identity.label == self._label:
             return False
         if self._instance is not None or self._gate.serving is not None:
             self._gate.forget("the engine was restarted and is catching up")
-        self._boot_table = await boot_table()
-        # Otherwise nothing proves the weights: the next activation copies them all.
-        booted = identity.fresh and identity.label == BOOT_LABEL
-        self._table = self._boot_table if booted else None
-        self.serving = None
+        boot = await read_boot()
+        self._boot_table = boot.table
+        # Without a proof of the weights the next activation copies them all.
+        self._table = boot.table if self._loaded(identity, boot) else None
+        self.serving, self._unseen = None, False
         self._instance, self._label = identity.instance, identity.label
         return True
+
+    def _loaded(self, identity: EngineIdentity, boot: BootCheckpoint) -> bool:
+        """Whether the engine is proven to hold what was read as the boot checkpoint."""
+        if not self._unseen or identity.boot_marks is None or identity.label != BOOT_LABEL:
+            return False
+        changed = first_change(identity.boot_marks, boot.marks)
+        if changed is not None:
+            self._say(
+                f"the boot checkpoint was changed while the engine started ({changed or 'its directory'}): "
+                "all weights are copied before any version is served"
+            )
+        return changed is None
 
     def doubt(self, reason: str) -> None:
         """The engine said what it should not have: serve nothing until ``know`` has settled it."""
         if self._gate.failed is None:
-            self._instance = None
+            self._instance, self._unseen = None, False
             self._gate.forget(f"the engine is not in the state it should be in: {reason}")
 
     async def prepare(self, manifest: Manifest, table: TensorTable, checkpoint: Path) -> Prepared:

@@ -23,12 +23,14 @@ class OpenedEngine:
     """An engine, the ASGI app that speaks its HTTP API, and how to end both.
 
     ``cache_key``: its prefix cache outlives an activation, so the middleware has to part versions in it.
+    ``vouch``: see StitchMiddleware; None where the engine cannot restart without this process.
     """
 
     engine: Engine
     app: App
     close: Callable[[], Awaitable[None]]
     cache_key: bool = False
+    vouch: Callable[[], Awaitable[None]] | None = None
 
 
 async def open_engine(name: str, checkpoint: Path, options: Mapping[str, str]) -> OpenedEngine:

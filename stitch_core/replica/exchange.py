@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ..versions import Refusal, unavailable
 from .admission import Ticket
 from .answer import Answer
-from .asgi import App, Message, Receive, Scope
+from .asgi import App, Message, Receive, Scope, Send
 
 
 class Exchange:
@@ -30,8 +30,11 @@ class Exchange:
         request_ids: Sequence[str],
         abort: Callable[[str], Awaitable[None]],
         grace: float,
+        send: Send | None = None,
     ) -> None:
+        """``send`` takes what the app answers, for ``answer`` (default: ``answer.send``)."""
         self._app = app
+        self._send = send or answer.send
         self._ticket = ticket
         self._answer = answer
         self._client = receive
@@ -46,7 +49,7 @@ class Exchange:
         """Returns when the app has; raises what the app raised, after the client was answered."""
         listener = asyncio.create_task(self._listen())
         stop = asyncio.create_task(self._stop.wait())
-        work = asyncio.ensure_future(self._app(scope, self._receive, self._answer.send))
+        work = asyncio.ensure_future(self._app(scope, self._receive, self._send))
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             # What an app does after its answer is complete is its own affair.

@@ -7,10 +7,12 @@ of ``PolicyVersion``; it may be an engine's own server or the sidecar's proxy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..ports import EngineError, EngineReplaced
 from ..requests import Refused, check_text, json_object
 from ..versions import (
     HEADER_CONSUMER,
@@ -76,6 +78,7 @@ class StitchMiddleware:
         grace: float = 2.0,
         kv_across: str = "mixed",
         cache_key: bool = False,
+        vouch: Callable[[], Awaitable[None]] | None = None,
         replica: str | None = None,
     ) -> None:
         """``status``, ``wake`` and ``mismatch`` are the reconciler's, ``abort`` the engine's.
@@ -83,6 +86,9 @@ class StitchMiddleware:
         ``max_body``: bytes of a request body. ``grace``: seconds that the engine app gets at each step to
         end a request. ``kv_across``: what "kv" says where the engine does not. ``cache_key``: give each
         request an ``extra_key`` of its version, for an engine whose prefix cache outlives an activation.
+        ``vouch``, for an engine that others may restart: returns once it is sure that what the app has just
+        begun to answer comes from the instance that ``Engine.identity`` told of last. Raises EngineReplaced
+        if it does not, EngineError if that cannot be known; then nothing of it is handed out.
         ``replica``: the name that every answer carries in ``X-Stitch-Replica``.
         """
         self._app = app
@@ -95,6 +101,7 @@ class StitchMiddleware:
         self._grace = grace
         self._kv_across = kv_across
         self._cache_key = cache_key
+        self._vouch = vouch
         self._name = [] if replica is None else [(HEADER_REPLICA.encode(), replica.encode())]
         self._live: dict[str, str] = {}
 
@@ -207,11 +214,22 @@ class StitchMiddleware:
         answer = Answer(
             send, ticket, stamper, release=lambda: self._gate.release(ticket), mismatch=self._mismatch
         )
+
+        async def vouched(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._vouch and ticket.revoked is None:
+                try:
+                    await self._vouch()
+                except EngineReplaced as error:
+                    self._mismatch(str(error))
+                    raise
+            await answer.send(message)
+
         exchange = Exchange(
             self._app, ticket, answer, receive=receive, body=body, request_ids=list(ids), abort=self._abort,
-            grace=self._grace,
+            grace=self._grace, send=vouched,
         )  # fmt: skip
-        await exchange.run(_with_body(scope, body))
+        with contextlib.suppress(EngineError):  # the client was told
+            await exchange.run(_with_body(scope, body))
 
     async def _pass_abort(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json_object(await read_body(receive, header_map(scope["headers"]), self._max_body))

@@ -97,7 +97,7 @@ class Reconciler:
         self.failed_passes = 0
         self._chain = ChainReader(self.store)
         self._stager = (self.make_stager or self._stage_here)(self._set_activity)
-        self._activator = Activator(self.engine, self.gate, self.clock, self.activation)
+        self._activator = Activator(self.engine, self.gate, self.clock, self.activation, self.say)
         self._wake = asyncio.Event()
         self._activity = "idle"
         self._say_progress = now_and_then(self.say, self.clock)
@@ -197,7 +197,7 @@ class Reconciler:
 
     async def reconcile(self) -> bool:
         """One pass; whether a version was activated. Any failure leaves what is served as it was."""
-        if await self._activator.know(self._stager.boot_table):
+        if await self._activator.know(self._stager.boot):
             self._prepared = None
         target = await self._find_target()
         serving = self._activator.serving

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..manifest import Manifest
-from ..state import TensorTable
 from ..stores.cache import DEFAULT_BYTES
+from .boot import BootCheckpoint
 from .child import Child, CommandFailed
-from .stage_worker import table_from_json
+from .stage_worker import marks_from_json, table_from_json
 from .staging import Staged, WrongBase
 
 
@@ -44,18 +44,19 @@ class StagerProcess:
         if anchor_every is not None:
             arguments += ["--anchor-every", str(anchor_every)]
         self._child = Child("stitch_core.replica.stage_worker", tuple(arguments), self._note)
-        self._boot_table: TensorTable | None = None
+        self._read: BootCheckpoint | None = None
 
     @property
     def pid(self) -> int | None:
         """The child, if there is one."""
         return self._child.pid
 
-    async def boot_table(self) -> TensorTable:
-        """The tensors of the boot checkpoint, read once. Raises StagingFailed."""
-        if self._boot_table is None:
-            self._boot_table = table_from_json((await self._call(do="boot_table"))["table"])
-        return self._boot_table
+    async def boot(self) -> BootCheckpoint:
+        """The boot checkpoint, read once. Raises StagingFailed."""
+        if self._read is None:
+            result = await self._call(do="boot")
+            self._read = BootCheckpoint(table_from_json(result["table"]), marks_from_json(result["marks"]))
+        return self._read
 
     async def stage(self, target: Manifest) -> Staged:
         """As Stager.stage; every failure is StagingFailed, except WrongBase."""

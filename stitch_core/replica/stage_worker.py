@@ -16,7 +16,7 @@ from ..digits import whole
 from ..files import PosixFiles
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
-from ..ports import SystemClock
+from ..ports import FileMarks, SystemClock
 from ..state import TensorInfo, TensorTable
 from ..stores import open_store
 from ..stores.bounded import BoundedStore
@@ -38,6 +38,14 @@ def table_from_json(value: dict[str, Any]) -> TensorTable:
     return {name: TensorInfo(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in value.items()}
 
 
+def marks_to_json(marks: FileMarks) -> dict[str, Any]:
+    return {name: list(numbers) for name, numbers in marks.items()}
+
+
+def marks_from_json(value: dict[str, Any]) -> FileMarks:
+    return {name: tuple(numbers) for name, numbers in value.items()}
+
+
 async def serve(
     store_url: str,
     boot: Path,
@@ -45,7 +53,7 @@ async def serve(
     cache: DigestCache | None = None,
     anchor_every: int | None = None,
 ) -> None:
-    """Answer the commands ``boot_table`` and ``stage``."""
+    """Answer the commands ``boot`` and ``stage``."""
     store = BoundedStore(open_store(store_url), STORE_SECONDS)
     fetcher = Fetcher(
         store, PosixFiles(), asyncio.to_thread, random.Random(), cache=cache,
@@ -64,8 +72,9 @@ async def serve(
     )  # fmt: skip
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
-        if command["do"] == "boot_table":
-            return {"table": table_to_json(await stager.boot_table())}
+        if command["do"] == "boot":
+            boot = await stager.boot()
+            return {"table": table_to_json(boot.table), "marks": marks_to_json(boot.marks)}
         staged = await stager.stage(Manifest.decode(command["manifest"].encode(), command["key"]))
         return {
             "bytes": staged.bytes,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..chain import ChainReader
-from ..checkpoint import Checkpoint, CheckpointError
+from ..checkpoint import CheckpointError
 from ..doubts import Doubts
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan, Plan, Source
@@ -22,6 +22,7 @@ from ..ports import Clock, Files, NotFound, RunBlocking, Store
 from ..state import TensorTable, state_digest
 from ..stores.transfer import DigestMismatch
 from .anchoring import ReplicaAnchors
+from .boot import BootCheckpoint
 from .fetching import Fetcher, Wanted
 from .progress import reported
 from .room import gib
@@ -54,7 +55,7 @@ class Staging(Protocol):
 
     @property
     def fetching(self) -> tuple[str, ...]: ...
-    async def boot_table(self) -> TensorTable: ...
+    async def boot(self) -> BootCheckpoint: ...
     async def stage(self, target: Manifest) -> Staged: ...
 
 
@@ -98,20 +99,18 @@ class Stager:
         self.doubts = Doubts(clock, rng)
         self._missing: set[str] = set()
         self._start_over = False
-        self._boot_table: TensorTable | None = None
+        self._read: BootCheckpoint | None = None
 
-    async def boot_table(self) -> TensorTable:
-        """The tensors of the boot checkpoint, read once. Raises CheckpointError, OSError."""
-        if self._boot_table is None:
-            boot = self._boot
-            if boot is None:
+    async def boot(self) -> BootCheckpoint:
+        """The boot checkpoint, read once. Raises CheckpointError, OSError."""
+        if self._read is None:
+            if self._boot is None:
                 raise CheckpointError("no base checkpoint was given")
-            workers = self.host.workers
             with reported(self._activity, "reading the boot checkpoint", self._clock) as progress:
-                self._boot_table = await self._run_blocking(
-                    lambda: Checkpoint.open(boot, self._files).table(workers, progress)
+                self._read = await self._run_blocking(
+                    BootCheckpoint.read, self._boot, self._files, self.host.workers, progress
                 )
-        return self._boot_table
+        return self._read
 
     async def stage(self, target: Manifest) -> Staged:
         """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
@@ -158,10 +157,10 @@ class Stager:
         return Staged(plan.bytes, fetched - began, applied, self.host.directory, dict(self.host.table))
 
     async def _check_base(self, version0: Manifest) -> None:
-        state = state_digest(await self.boot_table())
+        state = state_digest((await self.boot()).table)
         if state != version0.state:
-            self._boot_table = None  # one bad read is no other checkpoint
-            state = state_digest(await self.boot_table())
+            self._read = None  # one bad read is no other checkpoint
+            state = state_digest((await self.boot()).table)
         if state != version0.state:
             raise WrongBase(
                 f"the base checkpoint {self._boot} is not version 0 of run {version0.run}: its state is "

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, marks_of
 from ..files import PosixFiles
-from ..ports import Engine, EngineRefused
+from ..ports import Engine, EngineRefused, write_atomic
 from ..replica.asgi import App
 from ..state import changed_tensors
 from .asgi_client import AsgiClient, Call
@@ -92,6 +92,19 @@ class EngineTests:
         assert identity == await served.engine.identity()
         assert (await self.generate(served))["weight_versions"] == [self.span(BOOT_LABEL, 0)]
         assert (await (await boot(checkpoints[0])).engine.identity()).instance != identity.instance
+
+    async def test_C77_what_it_tells_of_its_boot_checkpoint_is_from_before_the_load(
+        self, boot: Boot, checkpoints: tuple[Path, ...]
+    ) -> None:
+        """Or it tells nothing, which is right for an engine that others start."""
+        before = marks_of(checkpoints[0], PosixFiles())
+        served = await boot(checkpoints[0])
+        assert (await served.engine.identity()).boot_marks in (None, before)
+        write_atomic(
+            PosixFiles(), checkpoints[0] / "config.json", (checkpoints[0] / "config.json").read_bytes()
+        )
+        assert marks_of(checkpoints[0], PosixFiles()) != before
+        assert (await served.engine.identity()).boot_marks in (None, before)
 
     async def test_prepare_alone_changes_nothing(self, boot: Boot, checkpoints: tuple[Path, ...]) -> None:
         served = await boot(checkpoints[0])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoint import Checkpoint, CheckpointError
+from ..checkpoint import Checkpoint, CheckpointError, marks_of
 from ..files import PosixFiles
 from ..ports import EngineIdentity, EngineRefused, EngineUncertain
 from ..state import TensorInfo, state_digest
@@ -89,6 +89,7 @@ class FakeEngine:
         self.instance = uuid.uuid4().hex
         self.label = BOOT_LABEL
         self.paused = False
+        self._boot_marks = marks_of(self.boot, PosixFiles())
         self._table: dict[str, TensorInfo] = dict(Checkpoint.open(self.boot, PosixFiles()).table())
         self._prepared: dict[str, TensorInfo] = {}
         self._cache: dict[tuple[str, str], dict[tuple[int, ...], list[Row]]] = {}
@@ -119,7 +120,7 @@ class FakeEngine:
     # ------------------------------------------------------------------------------------- ports.Engine
 
     async def identity(self) -> EngineIdentity:
-        return EngineIdentity(self.instance, self.label)
+        return EngineIdentity(self.instance, self.label, self._boot_marks)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         self._prepared = await asyncio.to_thread(self.read, checkpoint, changed)

@@ -79,6 +79,9 @@ class FaultPlan:
     """An activation stops somewhere in the middle."""
     engine_restart_every: float = 0.0
     """The engine process dies and comes back with its boot weights."""
+    engine_other_weights: float = 0.0
+    """An engine that starts loads other weights than the boot checkpoint's: from elsewhere, or because that
+    is exchanged for a while."""
     engine_dies: float = 0.0
     """It does so within a second of a call that is to change it."""
     caller_dies: float = 0.0
@@ -125,6 +128,7 @@ class FaultPlan:
             engine_dies=rate(0.2),
             caller_dies=rate(0.2),
             store_bad_read=rate(0.3),
+            engine_other_weights=rate(1.0),
         )
 
     def __str__(self) -> str:

@@ -10,16 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpoint, CheckpointError
-from ..ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, KVMode
+from ..checkpoint import Checkpoint, CheckpointError, marks_of
+from ..ports import (
+    EngineError,
+    EngineIdentity,
+    EngineRefused,
+    EngineReplaced,
+    EngineUncertain,
+    FileMarks,
+    Files,
+    KVMode,
+)
 from ..state import TensorInfo, state_digest, tensor_digest
 from .faults import Faults
 from .loop import OUTSIDE, SimulatedLoop
 from .process import SimulatedProcess
+from .sim_boot import BootDirectory
 from .sim_files import SimulatedMachine
 
 BOOT_LABEL = "default"
@@ -68,6 +78,12 @@ class _Weights:
         }
         self.state = state_digest(self._table)
 
+    @classmethod
+    def of(cls, directory: Path, files: Files) -> _Weights:
+        checkpoint = Checkpoint.open(directory, files)
+        refs = checkpoint.tensors.items()
+        return cls({name: (ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in refs})
+
     def copy(self, name: str, data: bytes) -> None:
         dtype, shape, _ = self.tensors[name]
         self.tensors[name] = (dtype, shape, data)
@@ -79,8 +95,8 @@ class SimulatedEngine:
     """The engine's process and what survives it: nothing but the boot checkpoint directory ``boot``.
 
     It boots at once, and again ``boot_seconds`` after each death. ``step_seconds`` make one token for every
-    running request; ``copy_seconds`` copy one tensor. ``on_call`` is told of every ``prepare``,
-    ``on_resume`` of every end of a pause.
+    running request; ``copy_seconds`` copy one tensor. ``inside``: the replica is in its process, and has seen
+    what it loads. ``on_call`` is told of every ``prepare``, ``on_resume`` of every end of a pause.
     """
 
     def __init__(
@@ -88,9 +104,10 @@ class SimulatedEngine:
         loop: SimulatedLoop,
         faults: Faults,
         machine: SimulatedMachine,
-        boot: Path,
+        boot: Path | BootDirectory,
         *,
         name: str = "engine",
+        inside: bool = False,
         step_seconds: float = 0.5,
         copy_seconds: float = 0.05,
         boot_seconds: float = 20.0,
@@ -101,9 +118,11 @@ class SimulatedEngine:
         self.step_seconds = step_seconds
         self._machine = machine
         self._boot = boot
+        self._inside = inside
         self._copy_seconds = copy_seconds
         self.boot_seconds = boot_seconds
         self._boots = 0
+        self.label = BOOT_LABEL
         self.on_call: Callable[[SimulatedProcess, str, str], None] = lambda process, what, where: None
         self.on_resume: Callable[[], None] = lambda: None
         self._start()
@@ -115,7 +134,8 @@ class SimulatedEngine:
         self.process = SimulatedProcess(self.loop, f"{self.name}#{self._boots}")
         self.process.on_death.append(self._died)
         self.instance = f"{self.name}-{self.loop.random.getrandbits(32):08x}"
-        self.label = BOOT_LABEL
+        before, self.label = self.label, BOOT_LABEL
+        self.activated = False
         self.paused = False
         self.pauser: SimulatedProcess | None = None
         self.running: dict[str, Generation] = {}
@@ -123,13 +143,37 @@ class SimulatedEngine:
         self.turn = asyncio.Lock()
         self.prepared: dict[str, bytes] = {}
         self._files = self._machine.files(self.process)
-        checkpoint = Checkpoint.open(self._boot, self._files)
-        self.weights = _Weights(
-            {name: (ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()}
-        )
+        self.weights, self.boot_marks = self._load(before)
+        self.boot_state = self.weights.state
         self._work = asyncio.Event()
         self.last_arrival = 0.0
         self.process.spawn(self._generate())
+
+    def _load(self, label: str) -> tuple[_Weights, FileMarks | None]:
+        """The weights that it boots with, and what the replica has seen of their files before.
+
+        Others than the boot checkpoint's may come under the ``label`` that it had.
+        """
+        boot, random = self._boot, self.loop.random
+        if not isinstance(boot, BootDirectory):
+            return _Weights.of(boot, self._files), self._look(boot)
+        path, looked = boot.path, None
+        if self.faults.hit(self.faults.plan.engine_other_weights) and not boot.exchanged:
+            if not self._inside and random.random() < 0.5:
+                path = boot.other
+                self.label = random.choice((BOOT_LABEL, label))
+            else:
+                looked = self._look(path) if random.random() < 0.5 else None
+                boot.exchange()
+                back = random.choice((0.0, 5.0 * random.random()))
+                self.loop.call_later(back, boot.exchange, context=OUTSIDE)
+        looked = looked or self._look(path)
+        weights = _Weights.of(path, self._files)
+        self.faults.trace.add(f"{self.process.name}: boots with {weights.state[7:15]}")
+        return weights, looked
+
+    def _look(self, boot: Path) -> FileMarks | None:
+        return marks_of(boot, self._files) if self._inside else None
 
     def _died(self) -> None:
         self.faults.trace.add(f"{self.process.name}: the engine dies")
@@ -189,7 +233,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------------- what its process does for calls
 
     def who(self) -> EngineIdentity:
-        return EngineIdentity(self.instance, self.label)
+        return EngineIdentity(self.instance, self.label, self.boot_marks)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         if self.faults.hit(self.faults.plan.engine_refuses):
@@ -224,6 +268,7 @@ class SimulatedEngine:
         stop_after = len(names) + 1
         if faults.hit(faults.plan.engine_uncertain):
             stop_after = faults.random.randrange(len(names) + 1)
+        self.activated = True
         for i, name in enumerate(names):
             if i == stop_after:
                 break
@@ -256,15 +301,25 @@ class SimulatedEngineClient:
     def __init__(self, engine: SimulatedEngine, process: SimulatedProcess) -> None:
         self._engine = engine
         self._process = process
-        self._found: str | None = None
+        self._told: str | None = None
 
     async def identity(self) -> EngineIdentity:
-        async def identity() -> EngineIdentity:
-            who = self._engine.who()
-            self._found = self._found or who.instance
-            return replace(who, fresh=who.instance != self._found)
+        who = await self._who()
+        self._told = who.instance
+        return who
 
-        return await self._call("identity", identity, in_turn=False)
+    async def vouch(self) -> None:
+        """EngineReplaced, as for StitchMiddleware."""
+        known, who = self._told, await self._who()
+        if who.instance not in (known, self._told):
+            raise EngineReplaced(f"it is {who.instance}, not {self._told}")
+
+    async def _who(self) -> EngineIdentity:
+        async def who() -> EngineIdentity:
+            return self._engine.who()
+
+        identity: EngineIdentity = await self._call("identity", who, in_turn=False)
+        return identity
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         self._engine.on_call(self._process, "prepare", str(checkpoint))

@@ -6,8 +6,10 @@ that was not synced, by chance and page by page: what POSIX allows is what happe
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,16 +20,30 @@ from .process import SimulatedProcess
 
 MOST_LINKS = 16
 
+_changes = itertools.count()
 
-class _File:
+
+class _Inode:
+    """``number`` is its own, ``changed`` another one after each change of it or of its name."""
+
+    def __init__(self) -> None:
+        self.number = self.changed = next(_changes)
+
+    def touch(self) -> None:
+        self.changed = next(_changes)
+
+
+class _File(_Inode):
     """``unsynced``: the writes since the last sync, which a crash may undo."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.data = bytearray()
         self.durable = b""
         self.unsynced: list[tuple[int, bytes]] = []
 
     def write(self, offset: int, data: bytes) -> None:
+        self.touch()
         self.data[offset : offset + len(data)] = data
         self.unsynced.append((offset, data))
 
@@ -36,21 +52,24 @@ class _File:
         self.unsynced.clear()
 
 
-class _Link:
+class _Link(_Inode):
     def __init__(self, target: str) -> None:
+        super().__init__()
         self.target = target
 
 
-class _Directory:
+class _Directory(_Inode):
     """``unsynced``: changes to the entries since the last sync, each a list of (name, node or None)."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.entries: dict[str, _Node] = {}
         self.durable: dict[str, _Node] = {}
         self.unsynced: list[list[tuple[str, _Node | None]]] = []
 
     def change(self, *changes: tuple[str, _Node | None]) -> None:
         """Atomic: after a crash all of ``changes`` are there, or none."""
+        self.touch()
         _set(self.entries, changes)
         self.unsynced.append(list(changes))
 
@@ -183,6 +202,11 @@ class SimulatedFiles:
             raise _error(errno.ENOTDIR, path)
         return sorted(node.entries)
 
+    def mark(self, path: Path) -> tuple[int, ...]:
+        way: builtins.list[_Inode] = []
+        way.append(self._find(path, way=way))
+        return tuple(number for node in way for number in (node.number, node.changed))
+
     def free_bytes(self, path: Path) -> int:
         self._find(path)
         capacity = self._machine.capacity
@@ -230,6 +254,7 @@ class SimulatedFiles:
             else:
                 new.change((new_name, node))
                 old.change((old_name, None))
+            node.touch()
 
         self._change("rename", target, move)
 
@@ -349,8 +374,8 @@ class SimulatedFiles:
             raise _error(errno.ENOTDIR, path)
         return node, path.name
 
-    def _find(self, path: Path, links: int = 0) -> _Node:
-        """The file or directory at a path, links followed."""
+    def _find(self, path: Path, links: int = 0, way: builtins.list[_Inode] | None = None) -> _Node:
+        """The file or directory at a path, links followed and put into ``way``."""
         self._process.check()
         node: _Node = self._machine.root
         parts = path.parts
@@ -366,7 +391,9 @@ class SimulatedFiles:
                 if links >= MOST_LINKS:
                     raise _error(errno.ELOOP, path)
                 real = Path(os.path.normpath(Path(*parts[:i], node.target)), *parts[i + 1 :])
-                return self._find(real, links + 1)
+                if way is not None:
+                    way.append(node)
+                return self._find(real, links + 1, way)
         return node
 
 

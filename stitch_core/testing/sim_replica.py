@@ -10,9 +10,10 @@ from ..replica.activation import ActivationSettings, ReplicaFailed
 from ..replica.admission import Gate
 from ..replica.middleware import StitchMiddleware
 from ..replica.reconciler import Follow, Reconciler
+from ..replica.staging import WrongBase
 from ..versions import VersionConstraint
 from .process import SimulatedProcess
-from .sim_engine import BOOT_LABEL, SimulatedEngine, SimulatedEngineClient
+from .sim_engine import SimulatedEngine, SimulatedEngineClient
 from .sim_http import Response, call, engine_app
 from .sim_world import BOOT, DISK, RAM, World
 
@@ -41,8 +42,9 @@ class SimulatedReplica:
         self.kv_mode = kv_mode
         self.together = together
         self.machine = world.machine(name)
+        self.boot = world.boot_directory(self.machine)
         self.engine = SimulatedEngine(
-            world.loop, world.faults, self.machine, BOOT, name=f"{name}-engine",
+            world.loop, world.faults, self.machine, self.boot, name=f"{name}-engine", inside=together,
             step_seconds=world.timing.token, copy_seconds=0.05, boot_seconds=world.timing.boot,
         )  # fmt: skip
         self.process = SimulatedProcess(world.loop, name)
@@ -79,9 +81,14 @@ class SimulatedReplica:
             await asyncio.sleep(self.world.timing.restart * self.world.random.random())
 
     def _gave_up(self, process: SimulatedProcess, life: asyncio.Task[None]) -> None:
-        """A replica whose engine cannot be trusted is replaced, engine and all."""
+        """A replica whose engine cannot be trusted is replaced, engine and all.
+
+        So is one that met another boot checkpoint than its run's.
+        """
         error = life.exception()
-        if not isinstance(error, ReplicaFailed):
+        if not isinstance(error, ReplicaFailed) and not (
+            isinstance(error, WrongBase) and self.boot.exchanges
+        ):
             raise error or AssertionError("the reconciler returned")
         self.failures.append(str(error))
         self.world.trace.add(f"{process.name}: failed: {error}")
@@ -109,6 +116,7 @@ class SimulatedReplica:
             engine_app(self.engine), gate, status=reconciler.status, wake=reconciler.wake,
             mismatch=self._mismatch, abort=engine.abort,
             kv_across="uniform" if self.kv_mode == "retract" else "mixed",
+            vouch=None if self.together else engine.vouch,
         )  # fmt: skip
         if self.together:
             self.engine.process.on_death.append(process.kill)
@@ -120,7 +128,7 @@ class SimulatedReplica:
 
     def _mismatch(self, reason: str) -> None:
         self.world.trace.add(f"{self.process.name}: mismatch: {reason}")
-        if not self.engine.process.dead and self.engine.label != BOOT_LABEL:
+        if not self.engine.process.dead and self.engine.activated:
             self.world.judge.broken("truth: nothing outlives what it may", f"{self.process.name}: {reason}")
         assert self.reconciler is not None
         self.reconciler.mismatch(reason)
@@ -169,7 +177,7 @@ class SimulatedReplica:
         """Which process and engine serve here, None if they do not now."""
         if self.gate is None or not self.gate.ready or self.process.dead or self.engine.process.dead:
             return None
-        serves = self.engine.label == str(self.gate.serving)
+        serves = self.engine.activated and self.engine.label == str(self.gate.serving)
         return (self.process.name, self.engine.instance) if serves else None
 
     @property

@@ -9,6 +9,7 @@ from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
 from .faults import Outage
 from .sim_cases import ANY, error_of, fleet, head_number, serves, until
+from .sim_operator import SimulatedOperator
 from .sim_replica import SimulatedReplica
 from .sim_trainer import SimulatedTrainer
 from .sim_world import Timing, World
@@ -174,6 +175,58 @@ async def c32_what_was_staged_before_is_not_forgotten(world: World) -> None:
         refuse[0] = False
 
 
+async def restarts(world: World, replica: SimulatedReplica, times: int) -> None:
+    """Kill the engine at any await, and ask; it is back at once, so that calls may not notice."""
+    replica.engine.boot_seconds = 0.01
+    asked = []
+    for i in range(times):
+        await asyncio.sleep(world.random.expovariate(1.0))
+        replica.engine.process.kill()
+        await asyncio.sleep(0.02 + world.random.expovariate(1.0))
+        asked.append(asyncio.ensure_future(replica.ask(f"again{i}", ANY, tokens=3)))
+    await asyncio.gather(*asked)
+
+
+async def c76_the_engine_comes_back_with_other_weights(world: World) -> None:
+    """Behind a sidecar, at version 0 and after a rollback to its state: a new label alone is never enough."""
+    trainer = SimulatedTrainer(world, "t", "a", versions=0)
+    replica, operator = SimulatedReplica(world, "r", Follow("a")), SimulatedOperator(world, "o")
+    plan = world.faults.plan
+    other = type(plan)(**{**vars(plan), "engine_other_weights": 0.7})
+    async with fleet(world, [trainer], [replica]):
+        await serves(world, replica, 0)
+        world.faults.plan = other
+        await restarts(world, replica, 10)
+        world.faults.plan = plan
+        trainer.versions = 2
+        trainer.done.clear()
+        await trainer.supervise()
+        await operator.roll_back("a", 0, with_boot=True)
+        await serves(world, replica, 3)
+        world.faults.plan = other
+        await restarts(world, replica, 10)
+        world.faults.plan = plan
+    assert world.judge.answered > 0
+
+
+async def c77_the_boot_checkpoint_changes_while_the_replica_starts(world: World) -> None:
+    """Between the engine's load and the first hash it is another one: the engine is not version 0's."""
+    trainer = SimulatedTrainer(world, "t", "a", versions=0)
+    await trainer.supervise()
+    plan = world.faults.plan
+    world.faults.plan = type(plan)(**{**vars(plan), "engine_other_weights": 1.0})
+    replicas = [SimulatedReplica(world, f"r{i}", Follow("a"), together=True) for i in range(2)]
+    world.faults.plan = plan
+    assert all(replica.boot.exchanges for replica in replicas)
+    await asyncio.sleep(world.random.choice((0.0, 10.0)))
+    async with fleet(world, [], replicas):
+        for replica in replicas:
+            await serves(world, replica, 0)
+            response = await replica.ask("q", VersionConstraint(exact_version=0), tokens=3)
+            assert response is not None
+            assert response.status == 200
+
+
 REPLICA_CASES = [
     c17_wakes_are_lost_or_come_at_any_moment,
     c18_the_store_is_unreadable_for_an_hour,
@@ -182,4 +235,6 @@ REPLICA_CASES = [
     c22_a_restarted_replica_never_passes_boot_weights_off,
     c24_publishing_is_faster_than_staging,
     c32_what_was_staged_before_is_not_forgotten,
+    c76_the_engine_comes_back_with_other_weights,
+    c77_the_boot_checkpoint_changes_while_the_replica_starts,
 ]

@@ -17,12 +17,14 @@ from .checkpoints import random_tensors, step, table_of, write_checkpoint
 from .faults import FaultPlan, Faults
 from .loop import SimulatedLoop
 from .process import SimulatedClock, SimulatedProcess
-from .sim_engine import BOOT_LABEL, SimulatedEngine
+from .sim_boot import BootDirectory
+from .sim_engine import SimulatedEngine
 from .sim_files import SimulatedMachine
 from .sim_judge import Judge
 from .sim_store import SimulatedBucket
 
 BOOT = Path("/models/boot")
+OTHER = Path("/models/other")
 DISK = Path("/var/stitch")
 RAM = Path("/dev/shm/stitch")
 PAGE = 16
@@ -64,6 +66,7 @@ class World:
         self.bucket = SimulatedBucket(loop, self.faults)
         self._numpy = np.random.default_rng(self.random.getrandbits(64))
         self.boot = random_tensors(self._numpy, LAYOUT)
+        self.other = random_tensors(self._numpy, LAYOUT)
         self.weights: dict[str, Weights] = {}
         self.judge = Judge(self.bucket, self.know(self.boot))
         self._engines: list[SimulatedEngine] = []
@@ -90,17 +93,22 @@ class World:
     # ---------------------------------------------------------------------------------------- machines
 
     def machine(self, name: str) -> SimulatedMachine:
-        """A new machine with the boot checkpoint on its disk."""
+        """A new machine with the boot checkpoint on its disk, and another one."""
         machine = SimulatedMachine(name, self.faults, volatile=[RAM], page=PAGE)
         machine.on_change = self._works
         armed, self.faults.armed = self.faults.armed, False
         files: Files = machine.files(SimulatedProcess(self.loop, f"{name} setup"))
         write_checkpoint(BOOT, files, self.boot, shards=2)
+        write_checkpoint(OTHER, files, self.other, shards=2)
         files.make_dirs(RAM.parent)
         files.make_dirs(DISK.parent)
         machine.settle()
         self.faults.armed = armed
         return machine
+
+    def boot_directory(self, machine: SimulatedMachine) -> BootDirectory:
+        """The boot checkpoint there."""
+        return BootDirectory(machine, self.loop, BOOT, OTHER)
 
     def clock(self, behind: float = 0.0) -> SimulatedClock:
         """The clocks of one machine; ``behind``: seconds by which its wall clock is late, faults aside."""
@@ -119,9 +127,9 @@ class World:
         """Check what is done to an engine."""
 
         def resumed() -> None:
-            right = {BOOT_LABEL: self.judge.boot_state}
-            right |= {str(version): manifest.state for version, manifest in self.judge.versions.items()}
-            if right.get(engine.label) != engine.state:
+            versions = {str(version): manifest.state for version, manifest in self.judge.versions.items()}
+            right = versions.get(engine.label) if engine.activated else engine.boot_state
+            if engine.state != right:
                 self.judge.broken("truth: an engine that goes on is whole", str(engine))
 
         self._engines.append(engine)

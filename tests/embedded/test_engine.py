@@ -6,10 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from stitch_core.checkpoint import marks_of
+from stitch_core.files import PosixFiles
 from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
 from stitch_core.replica.engines import EngineOptionError
 from stitch_embedded.config import ModelConfig
@@ -18,6 +21,7 @@ from stitch_embedded.replica import open_engine, read_options
 from stitch_embedded.report import Span
 from stitch_embedded.sampling import SamplingParams
 from stitch_embedded.scheduler import Outcome, Request, Scheduler
+from stitch_embedded.weights import CheckpointFiles
 from stitch_embedded.worker import EngineFailed
 from tests.embedded.models import config_json, nudged, random_tensors, save
 
@@ -252,3 +256,26 @@ def test_options_are_checked(checkpoints: Path, wrong: dict[str, object]) -> Non
 def test_a_cache_larger_than_the_machine_is_refused(checkpoints: Path) -> None:
     with pytest.raises(ValueError, match=r"max_running 1000000000 .* GiB"):
         EmbeddedEngine(checkpoints / "v0", Options(max_running=10**9))
+
+
+async def test_c77_the_boot_checkpoint_is_looked_at_before_it_is_loaded(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change in the middle of the load shows, and the engine tells so of itself."""
+    boot = tmp_path / "boot"
+    save(boot, config_json(), V0)
+    before = marks_of(boot, PosixFiles())
+    read = CheckpointFiles.read
+
+    def change(self: CheckpointFiles, *arguments: Any) -> Any:
+        save(tmp_path / "new", config_json(), V1)
+        boot.rename(tmp_path / "old")
+        (tmp_path / "new").rename(boot)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(CheckpointFiles, "read", change)
+    engine = EmbeddedEngine(boot, FAST)
+    engine.start()
+    told = (await engine.identity()).boot_marks
+    await engine.close()
+    assert told == before != marks_of(boot, PosixFiles())

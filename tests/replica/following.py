@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from stitch_core.checkpoint import Checkpoint
+from stitch_core.checkpoint import Checkpoint, marks_of
 from stitch_core.head import Channel, channel_key
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineIdentity, EngineRefused, KVMode
+from stitch_core.ports import EngineIdentity, EngineRefused, FileMarks, KVMode
 from stitch_core.publisher import Payload, Publisher
 from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate, Ticket
@@ -31,7 +31,7 @@ class BytesEngine:
     """Holds tensors and copies what it prepared. ``before[name]`` and ``after[name]`` run around a call."""
 
     def __init__(self, boot: Path) -> None:
-        self._boot = boot
+        self.boot = boot
         self.calls: list[tuple[str, Any]] = []
         self.before: dict[str, Hook] = {}
         self.after: dict[str, Hook] = {}
@@ -39,11 +39,12 @@ class BytesEngine:
         self.restart()
 
     def restart(self) -> None:
-        """Another process, with the boot weights."""
+        """Another process, with the weights of ``boot``, of which the replica has seen ``boot_marks``."""
         self._boots += 1
         self.instance, self.label, self.paused = f"i{self._boots}", "default", False
         self._prepared: dict[str, bytes] | None = None
-        checkpoint = Checkpoint.open(self._boot, FILES)
+        self.boot_marks: FileMarks | None = marks_of(self.boot, FILES)
+        checkpoint = Checkpoint.open(self.boot, FILES)
         self.tensors = {
             name: (ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()
         }
@@ -68,7 +69,7 @@ class BytesEngine:
 
     async def identity(self) -> EngineIdentity:
         async with self._called("identity", None):
-            return EngineIdentity(self.instance, self.label)
+            return EngineIdentity(self.instance, self.label, self.boot_marks)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         async with self._called("prepare", sorted(changed)):

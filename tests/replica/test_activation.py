@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
 from stitch_core.replica.activation import CannotFollow, ReplicaFailed
 from stitch_core.replica.admission import Ticket
 from stitch_core.replica.reconciler import Follow
+from stitch_core.testing.checkpoints import random_tensors, write_checkpoint
 from stitch_core.versions import Refusal, VersionConstraint
 from tests.replica.following import Following, Hook
-from tests.small_run import Trainer
+from tests.small_run import FILES, LAYOUT, Trainer, tick
 
 pytestmark = pytest.mark.virtual_time
 
@@ -204,6 +206,107 @@ async def test_c22_a_restarted_replica_at_v5(f: Following) -> None:
     assert running.revoked is not None
     assert running.revoked.status == 503
     f.check(f.versions[5])
+
+
+def other_weights(f: Following) -> Path:
+    """A checkpoint of the same layout as the boot checkpoint."""
+    directory = f.root / "other"
+    if not directory.exists():
+        write_checkpoint(directory, FILES, random_tensors(np.random.default_rng(7), LAYOUT))
+    return directory
+
+
+@pytest.mark.parametrize("at", ["head 0", "version 0 again"])
+@pytest.mark.parametrize("label", ["default", "as it was"])
+async def test_c76_an_engine_that_comes_back_with_other_weights(tmp_path: Path, at: str, label: str) -> None:
+    """It was started on another checkpoint by others: no tensor differs by its word, and all are copied."""
+    f = Following(tmp_path, Follow(channel="latest"))
+    await f.claim()
+    f.point("r")
+    await f.catch_up()
+    if at != "head 0":
+        await f.publish("a")
+        await f.catch_up()
+        f.point("r", 0)
+        await f.catch_up()
+    f.check(f.versions[0])
+    said = f.engine.label
+    f.engine.boot = other_weights(f)
+    f.engine.restart()
+    f.engine.boot_marks = None
+    f.engine.label = "default" if label == "default" else said
+    original = f.engine.prepare
+
+    async def closed(*args: Any) -> None:
+        assert f.gate.serving is None
+        await original(*args)
+
+    f.engine.prepare = closed  # type: ignore[method-assign]
+    assert await f.reconciler.reconcile()
+    f.check(f.versions[0])
+    assert f.engine.names("prepare")[-1] == ["a", "b", "scale"]
+
+
+async def test_c76_an_engine_that_was_there_before_is_not_taken_at_its_word(tmp_path: Path) -> None:
+    """A replica that finds it running, on whatever it was started with: version 0 is copied."""
+    f = Following(tmp_path)
+    await f.claim()
+    f.engine.boot = other_weights(f)
+    f.engine.restart()
+    f.engine.boot_marks = None
+    await f.catch_up()
+    f.check(f.versions[0])
+
+
+async def test_c76_an_engine_in_this_process_is_trusted_at_the_first_look_only(tmp_path: Path) -> None:
+    f = Following(tmp_path)
+    await f.claim()
+    await f.catch_up()
+    assert f.engine.names("prepare") == [[]]
+    f.engine.restart()
+    f.engine.tensors["scale"] = (*f.engine.tensors["scale"][:2], b"\7\7\7\7")
+    await f.catch_up()
+    f.check(f.versions[0])
+
+
+def put_back(boot: Path, right: Path) -> None:
+    boot.rename(boot.with_name("loaded"))
+    right.rename(boot)
+
+
+def relinked(boot: Path, right: Path) -> None:
+    boot.unlink()
+    boot.symlink_to(right)
+
+
+def rewritten(boot: Path, right: Path) -> None:
+    for name in FILES.list(right):
+        (boot / name).write_bytes((right / name).read_bytes())
+
+
+@pytest.mark.parametrize("change", [put_back, relinked, rewritten])
+async def test_c77_the_boot_checkpoint_changes_between_the_load_and_the_first_hash(
+    tmp_path: Path, change: Callable[[Path, Path], None]
+) -> None:
+    """The hash says version 0, the engine holds what was there before: all is copied, and that is said."""
+    f = Following(tmp_path)
+    await f.claim()
+    boot, right = f.trainer.boot, tmp_path / "right"
+    boot.rename(right)
+    other = other_weights(f)
+    if change is relinked:
+        boot.symlink_to(other)
+    else:
+        other.rename(boot)
+    f.engine.restart()
+    tick(tmp_path)
+    change(boot, right)
+    assert f.engine.state != f.versions[0].state
+    await f.catch_up()
+    f.check(f.versions[0])
+    assert f.engine.names("prepare") == [["a", "b", "scale"]]
+    (said,) = f.said
+    assert any(name in said for name in FILES.list(boot))
 
 
 async def test_under_a_label_that_nobody_knows_all_is_copied(f: Following) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from stitch_core.ports import EngineError, EngineReplaced
+from stitch_core.replica.asgi import Receive, Scope, Send
 from stitch_core.testing.asgi_client import Call
 from stitch_core.versions import PolicyVersion, unavailable
 from tests.replica.scripted import Replica, generated, label, span
@@ -715,3 +717,36 @@ async def test_an_id_that_is_no_text_is_refused(replica: Replica) -> None:
     call = await generate(replica, {"rid": "\ud800"})
     assert call.status == 400
     assert "surrogate" in call.json()["error"]["message"]
+
+
+# ------------------------------------------------------------------------------- which instance answers
+
+
+@pytest.mark.parametrize("pieces", [None, [b'data: {"text": "x"}\n\n']])
+@pytest.mark.parametrize("error", [EngineReplaced("another"), EngineError("it does not say")])
+async def test_C76_what_an_unknown_instance_answers_is_not_handed_out(
+    pieces: list[bytes] | None, error: EngineError
+) -> None:
+    async def vouch() -> None:
+        raise error
+
+    replica = Replica(vouch=vouch)
+    replica.engine.pieces = pieces
+    call = await generate(replica)
+    assert (call.status, call.json()["error"]["type"]) == (503, "EngineUnavailable")
+    assert replica.mismatches == (["another"] if isinstance(error, EngineReplaced) else [])
+    assert replica.gate.active == 0
+
+
+async def test_C78_an_answer_in_an_encoding_is_refused(replica: Replica) -> None:
+    """It was not asked for, and cannot be read."""
+
+    async def packed(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-encoding", b"br")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"\x0b\x02\x80{}\x03"})
+
+    replica.app._app = packed
+    call = await generate(replica)
+    assert (call.status, call.json()["error"]["type"]) == (502, "VersionUnreported")
+    assert "content-encoding" not in call.headers

@@ -6,24 +6,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.files import PosixFiles
 from stitch_core.ports import EngineError, EngineRefused, EngineUncertain, SystemClock
+from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.engines import EngineOptionError
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.server import listen, serve
-from stitch_core.replica.sidecar import HttpEngine, ReverseProxy, open_server
+from stitch_core.replica.sidecar import HttpEngine, Link, ReverseProxy, open_server
 from stitch_core.testing.asgi_client import AsgiClient
 from stitch_core.testing.checkpoints import random_tensors, step, write_checkpoint
 from stitch_core.testing.engines import Boot, EngineTests, Served, changed
 from stitch_core.testing.fake_engine import FakeEngine
 from stitch_core.testing.fake_server import FakeServer, Manners
 from stitch_core.versions import PolicyVersion
+from tests.replica.following import Following
 
 V1, V2 = PolicyVersion("r", 1), PolicyVersion("r", 2)
 
@@ -44,25 +45,37 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path, Path]:
 class Sidecar:
     """A server behind a sidecar, with no reconciler: the test is the one who activates."""
 
-    def __init__(
-        self, boot: Path, session: aiohttp.ClientSession, *, grace: float = 30.0, **manners: Any
-    ) -> None:
+    def __init__(self, boot: Path, link: Link, *, grace: float = 30.0, **manners: Any) -> None:
+        self.link = link
         self.fake = FakeEngine(boot, separate=False)
         self.manners = Manners(**manners)
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.engine = HttpEngine(session, self.url, control_timeout=60, update_timeout=60)
-        self.proxy = ReverseProxy(session, self.url)
+        self.engine = HttpEngine(link, self.url, control_timeout=60, update_timeout=60)
+        self.proxy = ReverseProxy(link.session, self.url)
         self.gate = Gate(SystemClock(), hold=0.2)
         self.mismatches: list[str] = []
         app = StitchMiddleware(
             self.proxy, self.gate, status=dict, wake=lambda: None, mismatch=self._mismatch,
-            abort=self.engine.abort, cache_key=True, grace=0.2,
+            abort=self.engine.abort, cache_key=True, grace=0.2, vouch=self.engine.vouch,
         )  # fmt: skip
         self.client = AsgiClient(app)
-        self._end = asyncio.Event()
         self.server = FakeServer(self.fake, self.manners)
-        self._serving = asyncio.ensure_future(serve(self.server, self.listener, self._end, grace=grace))
+        self._grace = grace
+        self._listen()
+
+    def _listen(self) -> None:
+        self._end = asyncio.Event()
+        self._serving = asyncio.ensure_future(serve(self.server, self.listener, self._end, grace=self._grace))
+
+    async def restart(self, checkpoint: Path, label: str) -> None:
+        """Another process at the same address, with these weights and this label (``--weight-version``)."""
+        await self.close()
+        self.fake.boot = checkpoint
+        self.fake.restart()
+        self.fake.label = label
+        self.listener = listen("127.0.0.1", int(self.url.rpartition(":")[2]))
+        self._listen()
 
     def _mismatch(self, reason: str) -> None:
         self.mismatches.append(reason)
@@ -73,6 +86,7 @@ class Sidecar:
         self.gate.close("activating")
         await self.engine.pause(mode)
         await self.engine.activate(str(version))
+        assert (await self.engine.identity()).label == str(version)
         await self.engine.resume()
         self.gate.open(version)
 
@@ -93,15 +107,15 @@ class Sidecar:
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as opened:
-        yield opened
+async def link() -> AsyncIterator[Link]:
+    made = Link()
+    yield made
+    await made.close()
 
 
 @pytest.fixture
-async def sidecar(checkpoints: tuple[Path, ...], session: aiohttp.ClientSession) -> AsyncIterator[Sidecar]:
-    made = Sidecar(checkpoints[0], session)
+async def sidecar(checkpoints: tuple[Path, ...], link: Link) -> AsyncIterator[Sidecar]:
+    made = Sidecar(checkpoints[0], link)
     await made.activate(checkpoints[0], PolicyVersion("r", 0))
     try:
         yield made
@@ -114,11 +128,11 @@ class TestHttpEngine(EngineTests):
     """The port's promises, kept across HTTP by a server that knows nothing of them."""
 
     @pytest.fixture
-    async def boot(self, session: aiohttp.ClientSession) -> AsyncIterator[Boot]:
+    async def boot(self, link: Link) -> AsyncIterator[Boot]:
         sidecars: list[Sidecar] = []
 
         async def boot(checkpoint: Path) -> Served:
-            sidecars.append(Sidecar(checkpoint, session))
+            sidecars.append(Sidecar(checkpoint, link))
             return Served(sidecars[-1].engine, sidecars[-1].proxy, checkpoint)
 
         yield boot
@@ -250,6 +264,113 @@ async def test_C22_restarted_server_is_found_out(sidecar: Sidecar, checkpoints: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_C76_server_that_comes_back_under_the_label_it_had(
+    sidecar: Sidecar, checkpoints: tuple[Path, ...], stream: bool
+) -> None:
+    """What it says of itself is no proof of its weights: nothing that it computed is handed out."""
+    for _ in range(3):
+        assert (await sidecar.generate()).json()["meta_info"]["weight_version"] == "0"
+    await sidecar.restart(checkpoints[2], str(PolicyVersion("r", 0)))
+    calls = await asyncio.gather(*(sidecar.generate(stream=stream) for _ in range(4)))
+    for call in calls:
+        assert call.status == 503
+        assert call.json()["error"]["type"] == "EngineUnavailable"
+    assert sidecar.mismatches
+    assert not sidecar.gate.ready
+    assert sidecar.fake.tokens > 3 * 8  # it did answer
+    # Activated anew it is what it says.
+    await sidecar.engine.identity()
+    await sidecar.activate(checkpoints[0], PolicyVersion("r", 0))
+    assert (await sidecar.generate()).json()["meta_info"]["weight_version"] == "0"
+
+
+async def test_C76_the_test_above_can_fail(sidecar: Sidecar, checkpoints: tuple[Path, ...]) -> None:
+    """The label alone would pass these weights off as version 0."""
+    sidecar.client.app._vouch = None  # type: ignore[attr-defined]
+    before = (await sidecar.generate()).json()
+    await sidecar.restart(checkpoints[2], str(PolicyVersion("r", 0)))
+    after = (await sidecar.generate()).json()
+    assert after["meta_info"]["weight_version"] == before["meta_info"]["weight_version"] == "0"
+    assert after["output_ids"] != before["output_ids"]
+
+
+async def test_C76_the_server_is_asked_who_it_is_for_new_connections_only(sidecar: Sidecar) -> None:
+    looks: list[str] = []
+    real = sidecar.engine._call
+
+    async def call(method: str, path: str, *rest: Any) -> tuple[int, Any]:
+        looks.append(path)
+        return await real(method, path, *rest)
+
+    sidecar.engine._call = call  # type: ignore[method-assign]
+    await asyncio.gather(*(sidecar.generate() for _ in range(8)))
+    asked, made = len(looks), sidecar.link.made
+    assert set(looks) == {"/server_info"}
+    for _ in range(5):
+        await sidecar.generate()
+    assert len(looks) - asked <= sidecar.link.made - made
+
+
+async def test_C76_server_that_restarts_between_two_calls_is_not_relabelled(
+    sidecar: Sidecar, checkpoints: tuple[Path, ...]
+) -> None:
+    """No tensor was to change, and its label is what it was; its weights are not."""
+    await sidecar.engine.prepare(checkpoints[0], [])
+    await sidecar.restart(checkpoints[2], str(PolicyVersion("r", 0)))
+    await sidecar.engine.pause("in_place")
+    with pytest.raises(EngineRefused):
+        await sidecar.engine.activate(str(V1))
+    assert sidecar.fake.label == str(PolicyVersion("r", 0))
+
+
+async def test_C76_server_that_comes_back_on_another_model_at_version_0(tmp_path: Path, link: Link) -> None:
+    """Followed by the reconciler: it is loaded with version 0, not given its name."""
+    f = Following(tmp_path)
+    made = Sidecar(f.trainer.boot, link)
+    f.engine, f.settings = made.engine, ActivationSettings()  # type: ignore[assignment]
+    f.start()
+    await f.claim()
+    write_checkpoint(tmp_path / "other", PosixFiles(), f.trainer.learn())
+    for boot in (f.trainer.boot, tmp_path / "other", tmp_path / "other"):
+        await made.restart(boot, "default")
+        await f.catch_up()
+        assert f.gate.serving == f.versions[0].version
+        assert (made.fake.label, made.fake.state) == (str(f.versions[0].version), f.versions[0].state)
+    await made.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_C78_server_that_compresses_when_it_may(
+    sidecar: Sidecar, checkpoints: tuple[Path, ...], encoding: Any
+) -> None:
+    """Nothing is asked for that cannot be read, also where a client would take it compressed."""
+    sidecar.manners.encoding = encoding
+    await sidecar.activate(checkpoints[1], V1)
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 8}}
+    accepts = {"accept-encoding": "gzip, deflate, br"}
+    whole = await sidecar.client.post("/generate", body, headers=accepts)
+    assert whole.json()["meta_info"]["weight_version"] == "1"
+    stream = await sidecar.client.post("/generate", {**body, "stream": True}, headers=accepts)
+    assert stream.events()[-2]["meta_info"]["weight_version"] == "1"
+    info = await sidecar.client.get("/server_info", headers=accepts)
+    assert info.json()["version"] == "fake"
+    # What is passed on as it comes, comes as the client wants it.
+    models = await sidecar.client.get("/v1/models", headers=accepts)
+    assert models.headers["content-encoding"] == encoding
+    assert (await sidecar.client.get("/v1/models")).json()["data"][0]["id"] == "fake"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_C78_server_that_compresses_whatever_is_asked(sidecar: Sidecar, stream: bool) -> None:
+    sidecar.manners.encoding, sidecar.manners.stubborn = "gzip", True
+    with pytest.raises(EngineError, match="gzip"):
+        await sidecar.engine.identity()
+    sidecar.client.app._vouch = None  # type: ignore[attr-defined]
+    call = await sidecar.generate(stream=stream)
+    assert (call.status, call.json()["error"]["type"]) == (502, "VersionUnreported")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_C22_server_that_dies_under_a_request(sidecar: Sidecar, stream: bool) -> None:
     body = {"text": "x", "stream": stream, "sampling_params": {"max_new_tokens": 10**6}}
     call = sidecar.client.start("POST", "/generate", body)
@@ -261,14 +382,15 @@ async def test_C22_server_that_dies_under_a_request(sidecar: Sidecar, stream: bo
     assert "EngineUnavailable" in bytes(call.body).decode()
     assert call.complete
     assert call.status == (200 if stream else 503)
-    assert not sidecar.mismatches
+    # What is begun to be answered after the restart comes from another instance than the request went to.
+    assert len(sidecar.mismatches) == (not stream)
 
 
-async def test_server_that_is_not_there(session: aiohttp.ClientSession) -> None:
-    engine = HttpEngine(session, "http://127.0.0.1:1")
+async def test_server_that_is_not_there(link: Link) -> None:
+    engine = HttpEngine(link, "http://127.0.0.1:1")
     with pytest.raises(EngineError, match="no answer"):
         await engine.identity()
-    call = await AsgiClient(ReverseProxy(session, "http://127.0.0.1:1")).get("/v1/models")
+    call = await AsgiClient(ReverseProxy(link.session, "http://127.0.0.1:1")).get("/v1/models")
     assert (call.status, call.json()["error"]["type"]) == (503, "EngineUnavailable")
 
 
@@ -303,11 +425,9 @@ async def test_C04_update_that_was_done_although_the_connection_broke(
     assert sidecar.fake.state == Checkpoint.open(checkpoints[1], PosixFiles()).state()
 
 
-async def test_C04_update_that_never_answers(
-    checkpoints: tuple[Path, ...], session: aiohttp.ClientSession
-) -> None:
-    made = Sidecar(checkpoints[0], session, grace=0.1)
-    made.engine = HttpEngine(session, made.url, update_timeout=0.1)
+async def test_C04_update_that_never_answers(checkpoints: tuple[Path, ...], link: Link) -> None:
+    made = Sidecar(checkpoints[0], link, grace=0.1)
+    made.engine = HttpEngine(link, made.url, update_timeout=0.1)
     made.manners.update = "hangs"
     with pytest.raises(EngineUncertain):
         await made.activate(checkpoints[1], V1)
@@ -376,8 +496,10 @@ async def test_relabelling_touches_no_weights(sidecar: Sidecar, checkpoints: tup
     await sidecar.engine.prepare(checkpoints[0], [])
     sidecar.fake.label = "default"
 
+    real = sidecar.engine._call
+
     async def broken(*args: Any) -> tuple[int, Any]:
-        return (200, {"weight_version": "default"}) if args[1] == "/model_info" else (500, "oops")
+        return await real(*args) if args[0] == "GET" else (500, "oops")
 
     sidecar.engine._call = broken  # type: ignore[method-assign]
     with pytest.raises(EngineRefused):

@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> World:
 
 
 async def test_stages_as_the_stager_does(world: World) -> None:
-    boot = await world.stager.boot_table()
+    boot = (await world.stager.boot()).table
     staged = await world.stager.stage(await world.head())
     await world.stager.close()
     assert staged.table == table_of(world.tensors)
@@ -85,7 +85,7 @@ async def test_another_boot_checkpoint_is_told_apart(world: World) -> None:
 
 
 async def test_a_killed_child_is_replaced(world: World) -> None:
-    await world.stager.boot_table()
+    await world.stager.boot()
     assert world.stager.pid is not None
     os.kill(world.stager.pid, signal.SIGKILL)
     with pytest.raises(StagingFailed, match="ended with status -9"):
@@ -95,7 +95,7 @@ async def test_a_killed_child_is_replaced(world: World) -> None:
 
 
 async def test_a_cancelled_call_leaves_no_child(world: World) -> None:
-    calls = [asyncio.ensure_future(world.stager.boot_table())]
+    calls = [asyncio.ensure_future(world.stager.boot())]
     await asyncio.sleep(random.Random(0).uniform(0.01, 0.05))
     calls[0].cancel()
     await asyncio.gather(*calls, return_exceptions=True)

@@ -115,9 +115,9 @@ async def test_c73_one_bad_read_of_the_boot_checkpoint_is_no_other_checkpoint(tm
     f = Following(tmp_path)
     manifest = await f.publish()
     stager = f.reconciler._stager
-    table = dict(await stager.boot_table())
-    name = next(iter(table))
-    stager._boot_table = {**table, name: replace(table[name], digest="0" * 32)}
+    boot = await stager.boot()
+    name = next(iter(boot.table))
+    stager._read = replace(boot, table={**boot.table, name: replace(boot.table[name], digest="0" * 32)})
     await f.catch_up()
     f.check(manifest)
 

@@ -14,7 +14,7 @@ from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.safetensors import CheckpointError
-from stitch_core.testing.checkpoints import table_of
+from stitch_core.testing.checkpoints import table_of, write_checkpoint
 from stitch_core.testing.runs import RunBuilder
 from stitch_core.versions import directory_name
 from stitch_sglang.pull import Puller, PullRefused
@@ -30,9 +30,13 @@ class World:
         self.trainer = RunBuilder(tmp_path / "trainer", FILES)
         self.source = tmp_path / "source"
         self.source.mkdir()
-        names = (f"n{i}" for i in itertools.count())
-        host = HostCheckpoint(tmp_path / "host", FILES)
-        self.puller = Puller("job", host, self.trainer.boot, [tmp_path.resolve()], lambda: next(names))
+        self._names = (f"n{i}" for i in itertools.count())
+        self.restart()
+
+    def restart(self) -> None:
+        """Another process of the receiver."""
+        host, roots = HostCheckpoint(self.tmp_path / "host", FILES), [self.tmp_path.resolve()]
+        self.puller = Puller("job", host, self.trainer.boot, roots, lambda: next(self._names))
 
     def delta(self, encoding: str = "xor") -> int:
         return self.publish(self.trainer.delta(encoding=encoding).number)
@@ -73,6 +77,28 @@ def test_target_0_is_the_boot_checkpoint_under_a_new_run(world: World) -> None:
     world.pull(world.delta())
     assert world.pull(0) == "job.n1/weight_v000000"
     assert world.pull(0) == "job.n1/weight_v000000"
+
+
+@pytest.mark.parametrize("after", ["the same child", "another child"])
+def test_c76_target_0_of_another_boot_checkpoint_is_refused(world: World, after: str) -> None:
+    """Version 0 is what was served first; who wants other weights starts the replica anew."""
+    world.pull(0)
+    world.pull(world.delta())
+    started_with = world.puller.boot_state
+    right, held = world.trainer.boot.with_name("right"), world.puller.host.holding
+    world.trainer.boot.rename(right)
+    write_checkpoint(world.trainer.boot, FILES, world.trainer.tensors[1])
+    if after == "another child":
+        world.puller.host.close()
+        world.restart()
+        world.puller.boot_state = started_with
+    for _ in range(2):
+        with pytest.raises(PullRefused, match="boot"):
+            world.puller.pull(world.source, 0)
+    assert world.puller.host.holding == held
+    FILES.remove_tree(world.trainer.boot)
+    right.rename(world.trainer.boot)
+    assert world.pull(0).endswith("weight_v000000")
 
 
 def test_a_repeated_pull_does_nothing_and_other_bytes_are_another_run(world: World) -> None:

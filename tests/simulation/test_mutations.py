@@ -218,6 +218,23 @@ def excludes_for_good_what_one_fetch_saw(self: Doubts) -> dict[str, Exception]:
     return {digest: doubt.error for digest, doubt in self._doubts.items()}
 
 
+@method(Activator, "_loaded")
+def takes_an_engines_word_for_its_weights(self: Activator, identity: Any, boot: Any) -> bool:
+    return bool(identity.label == activation.BOOT_LABEL)
+
+
+def believes_the_label_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: SimulatedEngineClient) -> None:
+        return None
+
+    monkeypatch.setattr(SimulatedEngineClient, "vouch", broken)
+
+
+@method(activation, "first_change")
+def does_not_look_whether_the_boot_checkpoint_changed(before: Any, after: Any) -> None:
+    return None
+
+
 WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
@@ -231,6 +248,11 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
     [
         (relabels_without_copying, "anything", TRUTH | ARRIVES),
         (copies_what_the_delta_names, "c32", TRUTH | ARRIVES),
+        (takes_an_engines_word_for_its_weights, "anything", TRUTH),
+        (takes_an_engines_word_for_its_weights, "c76", TRUTH),
+        (believes_the_label_of_an_answer, "c76", TRUTH),
+        pytest.param(does_not_look_whether_the_boot_checkpoint_changed, "anything", TRUTH, marks=SLOW),
+        (does_not_look_whether_the_boot_checkpoint_changed, "c77", TRUTH),
         pytest.param(goes_on_after_half_a_copy, "anything", TRUTH, marks=SLOW),
         (never_resumes, "anything", ARRIVES | {PAUSE}),
         (prepares_in_the_pause, "anything", {PAUSE}),

@@ -21,7 +21,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain
+from stitch_core.checkpoint import marks_of
+from stitch_core.files import PosixFiles
+from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, FileMarks
 
 from .config import ModelConfig
 from .process import settle
@@ -97,6 +99,7 @@ class EmbeddedEngine:
     def __init__(self, model: str | Path, options: Options | None = None) -> None:
         """Load and check a checkpoint; blocking. Raises SelfCheckError, and ValueError for all else."""
         self.options = options = options or Options()
+        self._boot_marks = _marks_of(Path(model).absolute())
         self.model_path = str(model)
         self.config = ModelConfig.read(model)
         self.max_len = min(self.config.max_positions, 4096) if options.max_len is None else options.max_len
@@ -172,7 +175,7 @@ class EmbeddedEngine:
 
     async def identity(self) -> EngineIdentity:
         """Who answers, and the version it stamps on tokens now."""
-        return EngineIdentity(self._instance, await self._call(lambda s: s.label))
+        return EngineIdentity(self._instance, await self._call(lambda s: s.label), self._boot_marks)
 
     async def prepare(self, checkpoint: Path, changed: Collection[str] | None) -> None:
         """Read and check the named tensors (None: all) while serving. EngineRefused changes nothing."""
@@ -285,6 +288,12 @@ class EmbeddedEngine:
         for generation in set(self._active.values()):
             generation._queue.put_nowait(EngineFailed(reason))
         self._active.clear()
+
+
+def _marks_of(model: Path) -> FileMarks | None:
+    with contextlib.suppress(ValueError, OSError):  # whoever reads it says what is wrong with it
+        return marks_of(model, PosixFiles())
+    return None
 
 
 def _check_memory(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype) -> None:

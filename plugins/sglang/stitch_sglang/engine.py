@@ -12,7 +12,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, KVMode
+from stitch_core.ports import (
+    EngineError,
+    EngineIdentity,
+    EngineRefused,
+    EngineUncertain,
+    FileMarks,
+    KVMode,
+)
 
 from .messages import ACTIVATING, DONE, REFUSED, STAGING, StitchActivateReqInput, StitchStageReqInput
 from .settings import Destination
@@ -36,10 +43,13 @@ class SGLangEngine:
     ``destination``: where ``prepare`` brings a version. ``disk``: nowhere, the activation loads it. ``cpu``:
     into the ranks' images, from which the activation copies. ``auto``: cpu, if the self-test allows it.
     The pause is a part of ``activate``, one message to the scheduler, so that it cannot outlive its caller.
+    ``boot_marks``: of ``--model-path``, from before SGLang began to load it; None if that was not seen.
     """
 
-    def __init__(self, manager: Any, destination: Destination = "disk") -> None:
-        self._manager = manager
+    def __init__(
+        self, manager: Any, destination: Destination = "disk", boot_marks: FileMarks | None = None
+    ) -> None:
+        self._manager, self._boot_marks = manager, boot_marks
         self._instance = secrets.token_hex(8)  # the schedulers live and die with this process
         self._asked: Destination = destination
         self._uses: Literal["disk", "cpu"] | None = "disk" if destination == "disk" else None
@@ -59,7 +69,8 @@ class SGLangEngine:
         self._last: dict[str, Any] | None = None
 
     async def identity(self) -> EngineIdentity:
-        return EngineIdentity(self._instance, self._manager.config_value("weight_version"))
+        label = self._manager.config_value("weight_version")
+        return EngineIdentity(self._instance, label, self._boot_marks)
 
     # ------------------------------------------------------------------------------------- destination
 

@@ -6,28 +6,28 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stitch_core.files import PosixFiles
 from stitch_core.manifest import Manifest
-from stitch_core.ports import SystemClock
+from stitch_core.ports import FileMarks, SystemClock
 from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App
+from stitch_core.replica.boot import BootCheckpoint
 from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.service import Announcer, ReplicaFailed, live
 from stitch_core.replica.stage_process import StagerProcess
 from stitch_core.replica.staging import Staged, Staging
-from stitch_core.state import TensorTable, state_digest
+from stitch_core.state import state_digest
 from stitch_core.stores import open_store
 from stitch_core.stores.bounded import BoundedStore
 
 from .engine import DestinationRefused, SGLangEngine
 from .profiled import Profiled
-from .server import Scratch, reachable_url, replica_id
+from .server import Scratch, boot_directory, reachable_url, replica_id
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,25 @@ STORE_SECONDS = 60.0
 
 
 class Follower:
-    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with."""
+    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with.
 
-    def __init__(self, settings: Settings, manager: Any, server_args: Any) -> None:
+    ``boot_marks``: see SGLangEngine.
+    """
+
+    def __init__(
+        self, settings: Settings, manager: Any, server_args: Any, boot_marks: FileMarks | None = None
+    ) -> None:
         assert settings.store is not None
         self._settings = settings
         self._id = replica_id(settings)
         self._address = settings.address or reachable_url(server_args)
-        self._boot = Path(server_args.model_path).resolve()
+        self._boot = boot_directory(server_args)
         self._scratch = Scratch(settings.host_dir, self._boot)
         self._clock = SystemClock()
         self._store = BoundedStore(open_store(settings.store), STORE_SECONDS)
         self._stager: StagerProcess | None = None
         self.gate = Gate(self._clock)
-        self._engine = SGLangEngine(manager, settings.destination)
+        self._engine = SGLangEngine(manager, settings.destination, boot_marks)
         self.warm = self._engine.warm
         self.profiled = Profiled(settings, server_args, self._boot)
         self._reconciler = Reconciler(
@@ -134,10 +139,10 @@ class Announced:
     def fetching(self) -> tuple[str, ...]:
         return self._stager.fetching
 
-    async def boot_table(self) -> TensorTable:
-        table = await self._stager.boot_table()
-        await asyncio.to_thread(lambda: self._profiled.boots(state_digest(table)))
-        return table
+    async def boot(self) -> BootCheckpoint:
+        boot = await self._stager.boot()
+        await asyncio.to_thread(lambda: self._profiled.boots(state_digest(boot.table)))
+        return boot
 
     async def stage(self, target: Manifest) -> Staged:
         if self._last == target:

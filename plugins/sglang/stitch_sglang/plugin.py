@@ -6,15 +6,21 @@ catch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 from typing import Any
 
 from stitch_core import logs
+from stitch_core.checkpoint import CheckpointError, marks_of
+from stitch_core.files import PosixFiles
 
 from . import symbols
 from .settings import Settings, SettingsError, add_flags, asked_for, export_flags
+
+boot_marks: dict[str, tuple[int, ...]] = {}
+"""Of the boot checkpoint in this process, which launches the ones that load it."""
 
 
 def register() -> None:
@@ -75,8 +81,9 @@ def after_from_cli_args(result: Any, cls: Any, args: Any) -> None:
 
 
 def before_launch_subprocesses(*args: Any, **kwargs: Any) -> None:
-    """Refuse what is not covered before anything is loaded."""
+    """Refuse what is not covered, and look at the boot checkpoint, before anything is loaded."""
     from .refuse import NotCovered, refuse
+    from .server import boot_directory
 
     current_settings()
     server_args = kwargs["server_args"] if "server_args" in kwargs else args[1]
@@ -84,6 +91,8 @@ def before_launch_subprocesses(*args: Any, **kwargs: Any) -> None:
         refuse(server_args, os.environ)
     except NotCovered as error:
         raise SystemExit(f"stitch: not covered: {error}") from None
+    with contextlib.suppress(CheckpointError, OSError):  # without a boot checkpoint nothing will be proven
+        boot_marks.update(marks_of(boot_directory(server_args), PosixFiles()))
 
 
 def before_setup_and_run_http_server(
@@ -98,7 +107,7 @@ def before_setup_and_run_http_server(
     missing = [one.target for one in symbols.HOOKED if one.target not in HookRegistry._patched]
     if missing:
         raise SystemExit(f"stitch: SGLang did not apply the hook on {missing[0]}")
-    life = install(http_server.app, current_settings(), tokenizer_manager, server_args)
+    life = install(http_server.app, current_settings(), tokenizer_manager, server_args, boot_marks or None)
     return (server_args, tokenizer_manager, *args), {**kwargs, "execute_warmup_func": life.warm_up}
 
 

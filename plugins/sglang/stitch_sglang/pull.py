@@ -18,6 +18,8 @@ from stitch_core.host_checkpoint import HostCheckpoint, RepresentationInvalid
 from stitch_core.host_data import copy_files
 from stitch_core.lineage import Plan
 from stitch_core.manifest import Manifest, PayloadFile, Representation, extend_history
+from stitch_core.ports import FileMarks
+from stitch_core.replica.boot import BootCheckpoint
 from stitch_core.state import state_digest
 from stitch_core.stores.transfer import file_digest
 from stitch_core.versions import check_run_id, directory_name
@@ -41,21 +43,34 @@ class Puller:
         self._name, self._host, self._boot, self._roots, self._nonce = name, host, boot, roots, nonce
         self._files = host.files
         self._current: Manifest | None = None
+        self.boot_state: str | None = None
+        """What the boot checkpoint must hold; by default the state that it is first found to have."""
+        self.boot_marks: FileMarks = {}
+        """Of its files, after it was last read."""
 
     @property
     def host(self) -> HostCheckpoint:
         return self._host
 
     def boot(self) -> Manifest:
-        """Version 0 of a new run: the boot checkpoint, proven again. Raises CheckpointError, OSError."""
+        """Version 0 of a new run: the boot checkpoint, proven again.
+
+        Raises CheckpointError, OSError; PullRefused if it is another than before, and then the host holds
+        what it held.
+        """
         self._current = None
         self._host.open()
-        boot = Checkpoint.open(self._boot, self._files)
-        state = state_digest(boot.table(self._host.workers, self._host.progress))
+        boot = BootCheckpoint.read(self._boot, self._files, self._host.workers, self._host.progress)
+        state = state_digest(boot.table)
+        if state != (self.boot_state or state):
+            raise PullRefused(
+                f"the boot checkpoint {self._boot} is not what this replica started with: its state is "
+                f"{state}, it was {self.boot_state}. Put its files back, or start this replica anew"
+            )
         run = check_run_id(f"{self._name}.{self._nonce()}")
         manifest = Manifest(run, 0, 1, state, Representation("boot", source=str(self._boot)))
         self._host.seed(self._boot, manifest)
-        self._current = manifest
+        self._current, self.boot_state, self.boot_marks = manifest, state, boot.marks
         return manifest
 
     def pull(self, source: Path, target: int) -> Manifest:

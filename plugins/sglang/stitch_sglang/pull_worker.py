@@ -14,7 +14,7 @@ from stitch_core.manifest import Manifest
 from stitch_core.ports import SystemClock
 from stitch_core.replica.child import niceness, obey, spare_workers, tell
 from stitch_core.replica.progress import reported
-from stitch_core.replica.stage_worker import table_to_json
+from stitch_core.replica.stage_worker import marks_to_json, table_to_json
 
 from .pull import Puller
 
@@ -25,6 +25,7 @@ async def serve(puller: Puller) -> None:
     clock = SystemClock()
 
     def carry_out(command: dict[str, Any]) -> Manifest:
+        puller.boot_state = command["boot_state"] or puller.boot_state
         if command["do"] == "boot":
             return puller.boot()
         return puller.pull(Path(command["source"]), command["target"])
@@ -38,6 +39,7 @@ async def serve(puller: Puller) -> None:
             "manifest": manifest.encode().decode(),
             "directory": str(puller.host.directory),
             "table": table_to_json(puller.host.table),
+            "boot_marks": marks_to_json(puller.boot_marks),
         }
 
     await obey(answer)

@@ -15,24 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineError, SystemClock
+from stitch_core.ports import EngineError, FileMarks, SystemClock
 from stitch_core.replica.activation import ActivationSettings, Activator, CannotFollow, Prepared
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App
+from stitch_core.replica.boot import BootCheckpoint
 from stitch_core.replica.child import Child, CommandFailed
 from stitch_core.replica.metering import Metered, ReplicaMetrics
 from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.problem import Problem, noted
 from stitch_core.replica.progress import now_and_then
 from stitch_core.replica.service import ReplicaFailed
-from stitch_core.replica.stage_worker import table_from_json
+from stitch_core.replica.stage_worker import marks_from_json, table_from_json
 from stitch_core.state import TensorTable
 
 from .engine import DestinationRefused, SGLangEngine
 from .profiled import Profiled
 from .pull import inside
 from .receiver_routes import ReceiverRoutes
-from .server import Scratch, replica_id
+from .server import Scratch, boot_directory, replica_id
 from .settings import Destination, Settings
 
 logger = logging.getLogger(__name__)
@@ -46,27 +47,36 @@ class NotDone(Exception):
 
 @dataclass(frozen=True)
 class Pulled:
-    """A version on the host, and the trainer's name for it: its number in ``local`` (None: the boot copy)."""
+    """A version on the host, and the trainer's name for it: its number in ``local`` (None: the boot copy).
+
+    ``boot_marks``: of the boot checkpoint's files, after it was read for this.
+    """
 
     manifest: Manifest
     table: TensorTable
     directory: Path
     local: Path | None
+    boot_marks: FileMarks
 
 
 class Receiver:
-    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with."""
+    """``manager`` is SGLang's TokenizerManager, ``server_args`` what its server was started with.
 
-    def __init__(self, settings: Settings, manager: Any, server_args: Any) -> None:
+    ``boot_marks``: see SGLangEngine.
+    """
+
+    def __init__(
+        self, settings: Settings, manager: Any, server_args: Any, boot_marks: FileMarks | None = None
+    ) -> None:
         assert settings.receive is not None
         self._settings = settings
         self._manager = manager
         self._id = replica_id(settings)
         self._clock = SystemClock()
         self.gate = Gate(self._clock)
-        self._boot_dir = Path(server_args.model_path).resolve()
+        self._boot_dir = boot_directory(server_args)
         self._scratch = Scratch(settings.host_dir, self._boot_dir)
-        self._engine = SGLangEngine(manager, settings.destination)
+        self._engine = SGLangEngine(manager, settings.destination, boot_marks)
         self.warm = self._engine.warm
         self.profiled = Profiled(settings, server_args, self._boot_dir)
         self._activator = Activator(
@@ -74,6 +84,7 @@ class Receiver:
             ActivationSettings(
                 settings.kv_mode, settings.drain_all, settings.pin_drain, switch_drain=settings.pin_drain
             ),
+            lambda text: logger.warning("stitch: %s", text),
         )  # fmt: skip
         roots = [argument for root in settings.roots for argument in ("--root", str(root))]
         self._child = Child("stitch_sglang.pull_worker", (
@@ -85,6 +96,7 @@ class Receiver:
         self._busy = asyncio.Lock()
         self._booted = asyncio.Event()
         self._failure: asyncio.Queue[ReplicaFailed] = asyncio.Queue()
+        self._boot_state: str | None = None  # that was served, and that 0 means from then on
         self._pulled: Pulled | None = None
         self._prepared: Prepared | None = None
         self._pulling: int | None = None
@@ -160,9 +172,11 @@ class Receiver:
                 async with self._busy:
                     pulled = await self._carry_out(None, do="boot")
                     await asyncio.to_thread(self.profiled.boots, pulled.manifest.state)
-                    await self._activator.know(functools.partial(_value, pulled.table))
+                    boot = BootCheckpoint(pulled.table, pulled.boot_marks)
+                    await self._activator.know(functools.partial(_value, boot))
                     self._pulled = pulled
                     await self._activate(await self._prepare(pulled))
+                    self._boot_state = pulled.manifest.state
             except (NotDone, EngineError) as error:
                 self._note(error)
                 self.gate.close(f"the boot checkpoint is not proven: {error}")
@@ -288,13 +302,14 @@ class Receiver:
 
     async def _carry_out(self, local: Path | None, **command: Any) -> Pulled:
         try:
-            result = await self._child.call(**command)
+            result = await self._child.call(**command, boot_state=self._boot_state)
         except CommandFailed as error:
             raise NotDone(str(error)) from None
         finally:
             self._activity = "idle"
         manifest = Manifest.decode(result["manifest"].encode(), result["key"])
-        return Pulled(manifest, table_from_json(result["table"]), Path(result["directory"]), local)
+        table, marks = table_from_json(result["table"]), marks_from_json(result["boot_marks"])
+        return Pulled(manifest, table, Path(result["directory"]), local, marks)
 
     def _told(self, message: dict[str, Any]) -> None:
         """What the child is about."""
@@ -307,5 +322,5 @@ class Receiver:
         return error
 
 
-async def _value(table: TensorTable) -> TensorTable:
-    return table
+async def _value(boot: BootCheckpoint) -> BootCheckpoint:
+    return boot

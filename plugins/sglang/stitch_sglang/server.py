@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from stitch_core import logs
 from stitch_core.files import PosixFiles
+from stitch_core.ports import FileMarks
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App, Message, Receive, Scope, Send, clean_path, send_json
 from stitch_core.replica.service import ReplicaFailed
@@ -159,15 +160,20 @@ class Front:
         await self._app(scope, ending, started)
 
 
-def install(app: Any, settings: Settings, manager: Any, server_args: Any) -> Life:
-    """Put the replica in front of SGLang's FastAPI ``app``, which has not started."""
+def install(
+    app: Any, settings: Settings, manager: Any, server_args: Any, boot_marks: FileMarks | None = None
+) -> Life:
+    """Put the replica in front of SGLang's FastAPI ``app``, which has not started.
+
+    ``boot_marks``: of ``boot_directory``, from before SGLang began to load it.
+    """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from .follower import Follower
     from .receiver import Receiver
 
     kind = Follower if settings.store else Receiver
-    mode: Mode = kind(settings, manager, server_args)
+    mode: Mode = kind(settings, manager, server_args, boot_marks)
     logs.set_context(lambda: _about(mode.gate))
     if server_args.skip_server_warmup:
         mode.warm.set()
@@ -192,6 +198,11 @@ def _about(gate: Gate) -> dict[str, Any]:
 def replica_id(settings: Settings) -> str:
     """The replica's name."""
     return check_run_id(settings.id or f"{socket.gethostname()[:60]}-{secrets.token_hex(3)}")
+
+
+def boot_directory(server_args: Any) -> Path:
+    """``--model-path`` as it was given: where a link in it points may change while SGLang starts."""
+    return Path.cwd() / server_args.model_path
 
 
 def reachable_url(server_args: Any) -> str:

@@ -1,20 +1,19 @@
 """The sidecar: an engine's own server, behind the middleware by way of a reverse proxy. Needs aiohttp.
 
-An engine that restarts behind it serves boot weights under its boot label: the reconciler finds the other
-instance, and until then the middleware finds the other label in whatever is answered.
+An engine that restarts behind it serves whatever weights it was started with, under whatever label. The
+reconciler finds the other instance; before that each answer that came over a connection of which it is not
+known which instance it leads to is held back until the instance was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import aiohttp
-
 from ..engines import EngineOptionError, OpenedEngine
-from .http_engine import HttpEngine
+from .http_engine import HttpEngine, Link
 from .proxy import ReverseProxy
 
-__all__ = ["HttpEngine", "ReverseProxy", "open_server"]
+__all__ = ["HttpEngine", "Link", "ReverseProxy", "open_server"]
 
 
 async def open_server(url: str, options: Mapping[str, str]) -> OpenedEngine:
@@ -31,10 +30,7 @@ async def open_server(url: str, options: Mapping[str, str]) -> OpenedEngine:
         times = {name: float(value) for name, value in options.items()}
     except ValueError as error:
         raise EngineOptionError(f"engine option: {error}") from None
-    # Ends of bodies are judged by the middleware, so nothing is decompressed on the way.
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), auto_decompress=False
-    )
-    base = url.rstrip("/")
-    engine = HttpEngine(session, base, **times)
-    return OpenedEngine(engine, ReverseProxy(session, base), session.close, cache_key=True)
+    link, base = Link(), url.rstrip("/")
+    engine = HttpEngine(link, base, **times)
+    proxy = ReverseProxy(link.session, base)
+    return OpenedEngine(engine, proxy, link.close, cache_key=True, vouch=engine.vouch)

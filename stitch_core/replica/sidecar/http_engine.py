@@ -19,7 +19,14 @@ import aiohttp
 
 from ...checkpoint import Checkpoint, CheckpointError
 from ...files import PosixFiles
-from ...ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, KVMode
+from ...ports import (
+    EngineError,
+    EngineIdentity,
+    EngineRefused,
+    EngineReplaced,
+    EngineUncertain,
+    KVMode,
+)
 
 # Said by SGLang before it touches a weight, on all ranks alike.
 _UNTOUCHED = "Online weight updates are not supported"
@@ -27,26 +34,50 @@ _UNTOUCHED = "Online weight updates are not supported"
 _NOT_HANDLED = (401, 403, 404, 405, 413, 415, 422)
 
 
+class Link:
+    """A session with one server, and the number of connections that it has ``made``.
+
+    Ends of bodies are judged by the middleware, so nothing is decompressed on the way.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(self._count)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), auto_decompress=False,
+            trace_configs=[trace],
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def _count(self, *_: Any) -> None:
+        self.made += 1
+
+
 class HttpEngine:
-    """Drives the server at ``base``. The session is the caller's."""
+    """Drives the server at ``base``. The link is the caller's, and all that goes to the server uses it."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        link: Link,
         base: str,
         *,
         control_timeout: float = 30.0,
         update_timeout: float = 540.0,
     ) -> None:
         """Seconds: ``control_timeout`` for what should be quick, ``update_timeout`` to read a checkpoint."""
-        self._session = session
+        self._link = link
         self._base = base
         self._control = aiohttp.ClientTimeout(total=control_timeout)
         self._update = aiohttp.ClientTimeout(total=update_timeout)
-        self._prepared: tuple[Path, bool, str] | None = None
+        self._prepared: tuple[Path, bool, EngineIdentity] | None = None
         self._mode: KVMode = "in_place"
         self._fallback = uuid.uuid4().hex
-        self._found: str | None = None
+        self._instance: str | None = None  # that ``identity`` told of last
+        self._vouched = 0  # of the connections made, how many are known to lead to it
+        self._looking: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------- ports.Engine
 
@@ -55,15 +86,9 @@ class HttpEngine:
 
         A server that does not tell them counts as another one after every call that could not reach it.
         """
-        status, info = await self._call("GET", "/server_info")
-        if status != 200 or not isinstance(info, dict):
-            raise EngineError(f"GET /server_info answers {status}")
-        told = info.get("instance") or info.get("startup_time")
-        instance = self._fallback
-        if told:
-            instance = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-        self._found = self._found or instance
-        return EngineIdentity(instance, await self._label(), fresh=instance != self._found)
+        seen = await self._seen()
+        self._instance = seen.instance  # nothing is awaited from here until the caller knows
+        return seen
 
     async def prepare(self, checkpoint: Path, changed: Collection[str]) -> None:
         """Checks that the checkpoint is whole; the server itself reads it at activation."""
@@ -77,7 +102,7 @@ class HttpEngine:
             await asyncio.to_thread(check)
         except (OSError, CheckpointError) as error:
             raise EngineRefused(f"{checkpoint} cannot be read: {error}") from error
-        self._prepared = (checkpoint, bool(changed), await self._label())
+        self._prepared = (checkpoint, bool(changed), await self._seen())
 
     async def pause(self, mode: KVMode) -> None:
         self._mode = mode
@@ -100,11 +125,15 @@ class HttpEngine:
             raise EngineRefused("nothing was prepared")
         checkpoint, changed, prepared_on = self._prepared
         try:
-            before = await self._label()
+            seen = await self._seen()
         except EngineError as error:
             raise EngineRefused(f"not begun: {error}") from error
-        if before != prepared_on:
-            raise EngineRefused(f"not begun: the server says {before!r}, it said {prepared_on!r} when asked")
+        if seen != prepared_on:
+            raise EngineRefused(
+                f"not begun: since it was prepared the server was restarted, or relabelled from "
+                f"{prepared_on.label} to {seen.label}"
+            )
+        before = seen.label
         try:
             status, answer = 404, None
             if not changed:
@@ -125,7 +154,47 @@ class HttpEngine:
         untouched = not changed or status in _NOT_HANDLED or _UNTOUCHED in str(said)
         await self._settle(None, before if untouched else None, reason)
 
+    async def vouch(self) -> None:
+        """Be sure that what was answered until now came from the instance that ``identity`` told of last.
+
+        A connection leads to one process, and breaks when that ends. So one look at the instance vouches for
+        all that comes over connections made before. Raises EngineReplaced, EngineError.
+        """
+        made = self._link.made
+        while self._vouched < made:
+            if self._looking is None:
+                self._looking = asyncio.ensure_future(self._look())
+                # Whoever waits for it may be gone by then.
+                self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())
+            looking = self._looking
+            await asyncio.wait({looking})
+            looking.result()
+
     # -------------------------------------------------------------------------------------------- inside
+
+    async def _look(self) -> None:
+        try:
+            made, known = self._link.made, self._instance
+            # It may be asked for in a pause, which lasts as long as an update.
+            instance = await self._who(self._update)
+            # Told of another one meanwhile, the replica has given up all that ran.
+            if instance not in (known, self._instance):
+                raise EngineReplaced("the engine was restarted")
+            self._vouched = made
+        finally:
+            self._looking = None
+
+    async def _seen(self) -> EngineIdentity:
+        return EngineIdentity(await self._who(self._control), await self._label())
+
+    async def _who(self, timeout: aiohttp.ClientTimeout) -> str:
+        status, info = await self._call("GET", "/server_info", None, timeout)
+        if status != 200 or not isinstance(info, dict):
+            raise EngineError(f"GET /server_info answers {status}")
+        told = info.get("instance") or info.get("startup_time")
+        if not told:
+            return self._fallback
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
     async def _reload(self, checkpoint: Path, label: str) -> tuple[int, Any]:
         body = {
@@ -166,7 +235,7 @@ class HttpEngine:
     ) -> tuple[int, Any]:
         """Status and JSON (text, if it is none). EngineError: no whole answer came."""
         try:
-            async with self._session.request(
+            async with self._link.session.request(
                 method, self._base + path, json=body, timeout=timeout or self._control,
                 headers={"Accept-Encoding": "identity"},
             ) as answer:  # fmt: skip

@@ -138,11 +138,11 @@ class Fleet:
             *with_defaults(options),
         )  # fmt: skip
 
-    def engine(self, port: int = 0) -> Child:
+    def engine(self, port: int = 0, *options: str, model: Path | None = None) -> Child:
         """A bare engine, to put a sidecar before."""
         return self.spawn(
-            "engine", "-m", "stitch_embedded", "--model", str(self.boot), "--port", str(port),
-            "--max-len", str(MAX_LEN), "--pace", str(PACE),
+            "engine", "-m", "stitch_embedded", "--model", str(model or self.boot), "--port", str(port),
+            "--max-len", str(MAX_LEN), "--pace", str(PACE), *options,
         )  # fmt: skip
 
     def gateway(self, port: int = 0, hold: float = 30.0) -> Child:

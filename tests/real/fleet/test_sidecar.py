@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.embedded.models import random_tensors, save
+
 from .processes import Fleet, caught_up
 from .traffic import Traffic, failures, proven
 
@@ -56,6 +58,35 @@ async def test_an_engine_that_restarts_behind_it_never_passes_for_what_it_was(fl
     assert lost, "the engine died under them"
     for outcome in lost:
         assert outcome.detail["retryable"], outcome
+        assert outcome.error in LOST, outcome
+    assert sidecar.process.poll() is None
+    await proven(fleet, RUN, traffic.outcomes)
+
+
+@pytest.mark.parametrize("label", ["default", f"{RUN}/weight_v000000"])
+async def test_c76_an_engine_that_comes_back_with_other_weights_at_version_0(
+    fleet: Fleet, label: str
+) -> None:
+    """Another ``--model``, and perhaps the label that it had: what it says of itself proves nothing."""
+    other = fleet.root / "other"
+    save(other, fleet.raw, random_tensors(fleet.config, seed=2))
+    engine = fleet.engine(model=other)
+    engine_url = await engine.url()
+    trainer = fleet.trainer(RUN)
+    sidecar = fleet.replica("s", "--run", RUN, "--engine", engine_url)
+    url = await sidecar.url()
+    await caught_up(url, trainer)
+    async with Traffic(url, lambda _: {"run": RUN}, seed=1) as traffic:
+        await traffic.more(10)
+        engine.send(signal.SIGKILL)
+        await engine.ended()
+        again = fleet.engine(int(engine_url.rpartition(":")[2]), "--weight-version", label, model=other)
+        await again.url()
+        await traffic.more(20)
+        trainer.step()  # the proof wants another version to be found out
+        await caught_up(url, trainer)
+        await traffic.more(5)
+    for outcome in failures(traffic.outcomes):
         assert outcome.error in LOST, outcome
     assert sidecar.process.poll() is None
     await proven(fleet, RUN, traffic.outcomes)

@@ -12,7 +12,8 @@ import pytest
 
 from tests.embedded.models import random_tensors, save
 
-from .processes import PATIENCE, Child, Fleet, caught_up, get
+from .processes import MAX_LEN, PATIENCE, Child, Fleet, caught_up, get
+from .traffic import Traffic, proven
 
 pytestmark = pytest.mark.real
 
@@ -77,6 +78,51 @@ async def test_a_base_that_is_not_version_0(fleet: Fleet) -> None:
     lines = replica.stderr().strip().splitlines()
     assert len(lines) == 1, lines
     assert f"{other} is not version 0 of run {RUN}" in lines[0]
+
+
+# As `stitch`, on a machine where somebody puts another checkpoint in the place of the one that was loaded.
+EXCHANGED = """
+import sys
+from pathlib import Path
+from stitch_embedded.engine import EmbeddedEngine
+
+boot, right = map(Path, sys.argv[1:3])
+load = EmbeddedEngine.__init__
+
+def load_and_exchange(self, *arguments):
+    load(self, *arguments)
+    boot.rename(boot.with_name("loaded"))
+    right.rename(boot)
+
+EmbeddedEngine.__init__ = load_and_exchange
+del sys.argv[1:3]
+from stitch_core.cli.__main__ import entry
+sys.exit(entry())
+"""
+
+
+async def test_c77_a_boot_checkpoint_that_changes_after_it_was_loaded(fleet: Fleet) -> None:
+    """It is version 0 when it is hashed, and was not when the engine loaded it: no answer is of that."""
+    trainer = fleet.trainer(RUN)
+    right = fleet.root / "right"
+    fleet.boot.rename(right)
+    save(fleet.boot, fleet.raw, random_tensors(fleet.config, seed=2))
+    fleet.kv_modes["r"] = "in_place"
+    replica = fleet.spawn(
+        "r", "-c", EXCHANGED, str(fleet.boot), str(right), "replica", "--store", fleet.store_url,
+        "--run", RUN, "--base", str(fleet.boot), "--id", "r", "--host-dir", str(fleet.root / "host"),
+        "--port", "0", "--poll", "0.3", f"--engine-opt=max_len={MAX_LEN}",
+        "--engine-opt=self_check_seconds=0.1", "--json",
+    )  # fmt: skip
+    url = await replica.url()
+    assert (await caught_up(url, trainer))["applied"] == 0
+    async with Traffic(url, lambda _: {"run": RUN}, clients=2) as traffic:
+        await traffic.more(5)
+        trainer.step()  # the proof wants another version to be found out
+        await caught_up(url, trainer)
+        await traffic.more(5)
+    assert not right.exists()
+    await proven(fleet, RUN, traffic.outcomes)
 
 
 async def test_a_store_that_is_not_there_yet_is_waited_for(fleet: Fleet) -> None:

@@ -10,8 +10,11 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope
 
+from stitch_core.ports import FileMarks
 from stitch_core.testing.asgi_client import AsgiClient
-from stitch_sglang.server import install, reachable_url
+from stitch_sglang.follower import Follower
+from stitch_sglang.receiver import Receiver
+from stitch_sglang.server import Life, install, reachable_url
 from stitch_sglang.settings import Settings
 
 pytestmark = pytest.mark.real
@@ -19,7 +22,10 @@ pytestmark = pytest.mark.real
 
 def server_args(host: str = "127.0.0.1") -> Any:
     shown = "127.0.0.1" if host == "0.0.0.0" else host
-    return SimpleNamespace(model_path="/boot", host=host, port=30000, url=lambda: f"http://{shown}:30000")
+    return SimpleNamespace(
+        model_path="/boot", host=host, port=30000, url=lambda: f"http://{shown}:30000",
+        skip_server_warmup=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["follower", "receiver"])
@@ -28,14 +34,29 @@ def app(request: pytest.FixtureRequest, tmp_path: Path) -> FastAPI:
     app = FastAPI()
     app.post("/generate")(lambda: {"text": "from below"})
     app.post("/update_weights_from_tensor")(lambda: {"success": True})
+    installed(app, request.param, tmp_path)
+    return app
+
+
+def installed(app: FastAPI, kind: str, root: Path, marks: FileMarks | None = None) -> Life:
     settings = (
-        Settings(store=f"file:{tmp_path}/store", run="r", host_dir=tmp_path)
-        if request.param == "follower"
-        else Settings(receive="job", roots=(tmp_path,), host_dir=tmp_path)
+        Settings(store=f"file:{root}/store", run="r", host_dir=root)
+        if kind == "follower"
+        else Settings(receive="job", roots=(root,), host_dir=root)
     )
     manager = SimpleNamespace(config_value={"weight_version": "default"}.get)
-    install(app, settings, manager, server_args())
-    return app
+    return install(app, settings, manager, server_args(), marks)
+
+
+@pytest.mark.parametrize("marks", [None, {"": (1, 2)}])
+@pytest.mark.parametrize("kind", ["follower", "receiver"])
+async def test_c77_the_engine_says_what_was_seen_of_its_boot_checkpoint(
+    kind: str, marks: FileMarks | None, tmp_path: Path
+) -> None:
+    """From before it was loaded; nothing, where nothing was seen."""
+    mode = installed(FastAPI(), kind, tmp_path, marks).mode
+    assert isinstance(mode, Follower | Receiver)
+    assert (await mode._engine.identity()).boot_marks == marks
 
 
 @pytest.mark.parametrize("path", ["/pull_weights", "/wake"])

@@ -41,6 +41,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 async def test_slimes_calls_in_its_order(trainer: Trainer) -> None:
     """Before the first update it pulls version 0, and generates with what the engine booted from."""
     assert (await trainer.pull(0))[0] == 200
+    # Nothing changed while it started, so nothing is loaded again.
+    assert (await trainer.said())["last_update"]["destination"] is None
     first = await trainer.server.generate(PROMPT)
     assert first["meta_info"]["weight_version"] == "0"
     said = [first["output_ids"]]
