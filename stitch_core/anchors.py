@@ -19,7 +19,7 @@ from typing import Any
 
 from .fulls import Damage, upload_full
 from .manifest import Manifest, canonical_json, floor_number, run_prefix
-from .ports import Clock, Conflict, Files, NotFound, RunBlocking, Store, StoreError, Unavailable
+from .ports import Clock, Conflict, Files, NotFound, RunBlocking, Store, StoreError, Unavailable, stamp_of
 from .records import Record, list_records
 from .retry import Retry
 
@@ -69,7 +69,10 @@ class GuardedFiles:
 
 
 class Lease:
-    """Who uploads a record of a ``kind`` just now: a small object that is swapped, and expires by itself."""
+    """Who uploads a record of a ``kind`` just now: a small object that is swapped, and expires by itself.
+
+    By the store's time, where that tells it: any host's clock may be wrong, or be set.
+    """
 
     def __init__(self, store: Store, run: str, name: str, clock: Clock, *, kind: str = "fulls") -> None:
         self._store, self._name, self._clock = store, name, clock
@@ -87,10 +90,20 @@ class Lease:
             tag = blob.tag
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 lease = json.loads(blob.data)
-                # A clock that is far ahead of ours must not hold us up for long.
-                if lease["name"] != self._name and now < lease["until"] < now + 10 * LEASE_SECONDS:
+                if lease["name"] != self._name and await self._lasts(float(lease["until"]), now):
                     return False
         return await self._swap(tag, now + LEASE_SECONDS)
+
+    async def _lasts(self, until: float, now: float) -> bool:
+        """Whether another's lease was not given back, and was renewed less than its time ago."""
+        stamp = None
+        if until > 0.0:
+            with contextlib.suppress(NotFound):
+                stamp = await stamp_of(self._store, self._key)
+        if stamp is not None and stamp.age is not None:
+            return stamp.age < LEASE_SECONDS
+        # A clock that is far ahead of ours must not hold us up for long.
+        return now < until < now + 10 * LEASE_SECONDS
 
     async def give_back(self) -> None:
         if self._tag is not None:

@@ -21,10 +21,11 @@ from .anchors import Lease
 from .chain import ChainReader
 from .delta.fold import RepresentationInvalid
 from .delta.wire import DeltaError
+from .head import head_key
 from .hints import fetched
 from .lineage import NoPlan, Plan, Sketch, Source
 from .manifest import Manifest, Row, floor_number
-from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store
+from .ports import AlreadyExists, Clock, Files, NotFound, RunBlocking, Store, time_of
 from .records import Place, Record, list_records
 from .retry import Retry, retrying
 from .span_maker import EncodingChanges, SpanMaker
@@ -248,14 +249,15 @@ class Compactor:
 
     async def _retire(self, view: _View) -> list[str]:
         """Delete aggregates that were replaced long enough ago and that nobody fetches; their keys."""
-        now, old = self._clock.monotonic(), replaced(view.places, self.root, self._shape)
+        here, old = self._clock.monotonic(), replaced(view.places, self.root, self._shape)
         digests = {place.digest: place for range in old for place in view.places[range]}
-        self._replaced_since = {digest: self._replaced_since.get(digest, now) for digest in digests}
-        due = [digest for digest, since in self._replaced_since.items() if now - since > self._grace]
+        self._replaced_since = {digest: self._replaced_since.get(digest, here) for digest in digests}
+        due = [digest for digest, since in self._replaced_since.items() if here - since > self._grace]
         if not due:
             return []
+        now = await self._call(lambda: time_of(self._store, head_key(self._run), self._clock))
         needed = await fetched(
-            self._store, self._run, clock=self._clock, grace=self._grace, policy=self._policy, rng=self._rng
+            self._store, self._run, now=now, grace=self._grace, policy=self._policy, rng=self._rng
         )
         deleted = []
         for place in (digests[digest] for digest in due if digest not in needed):

@@ -1,7 +1,7 @@
 """Replicas' records under ``replicas/``: what they say that they fetch, and which nobody renews any more.
 
-Replicas' clocks may be wrong, and so may the one here. Where the store tells when it got a record its clock
-counts too, and whichever date is the later.
+Replicas' clocks may be wrong, and so may the one here: ``now`` is the store's time, see ``ports.time_of``.
+Where the store tells when it got a record that counts too, and whichever date is the later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .manifest import read_time
-from .ports import Clock, NotFound, Store, stamp_of
+from .ports import NotFound, Store, stamp_of
 from .retry import Retry, retrying
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Hint:
 
 
 async def fetched(
-    store: Store, run: str, *, clock: Clock, grace: float, policy: Retry, rng: random.Random
+    store: Store, run: str, *, now: float, grace: float, policy: Retry, rng: random.Random
 ) -> set[str]:
     """Digests of what replicas fetch of ``run``, by records that expired less than ``grace`` seconds ago.
 
@@ -49,7 +49,7 @@ async def fetched(
         said = read_hint((await retrying(functools.partial(store.load, key), policy, rng)).data)
         if said is None or not said.digests or not said.concerns(run):
             return frozenset()
-        old = await _is_old(store, key, said, clock=clock, grace=grace, policy=policy, rng=rng)
+        old = await _is_old(store, key, said, now=now, grace=grace, policy=policy, rng=rng)
         return frozenset() if old else said.digests
 
     found = await _of_all(store, look, policy, rng)
@@ -57,7 +57,7 @@ async def fetched(
 
 
 async def abandoned(
-    store: Store, run: str, *, clock: Clock, grace: float, policy: Retry, rng: random.Random
+    store: Store, run: str, *, now: float, grace: float, policy: Retry, rng: random.Random
 ) -> dict[str, bytes]:
     """Records that expired more than ``grace`` seconds ago, by key, as they were read. Raises StoreError.
 
@@ -70,7 +70,7 @@ async def abandoned(
         said = read_hint(data)
         if said is None or (said.digests and not said.concerns(run)):
             return None
-        old = await _is_old(store, key, said, clock=clock, grace=grace, policy=policy, rng=rng)
+        old = await _is_old(store, key, said, now=now, grace=grace, policy=policy, rng=rng)
         return data if old else None
 
     found = await _of_all(store, look, policy, rng)
@@ -96,13 +96,13 @@ async def _of_all(
 
 
 async def _is_old(
-    store: Store, key: str, said: Hint, *, clock: Clock, grace: float, policy: Retry, rng: random.Random
+    store: Store, key: str, said: Hint, *, now: float, grace: float, policy: Retry, rng: random.Random
 ) -> bool:
     """Whether a record expired ``grace`` seconds ago, by its own dates and by the store's."""
-    if said.expires > clock.time() - grace:
+    if said.expires > now - grace:
         return False
     stamp = await retrying(functools.partial(stamp_of, store, key), policy, rng)
-    return stamp is None or stamp.age >= said.lifetime + grace
+    return stamp is None or now - stamp.written >= said.lifetime + grace
 
 
 def read_hint(record: bytes) -> Hint | None:

@@ -299,22 +299,20 @@ class DigestingStore(Store, Protocol):
 class Stamp:
     """When an object was written and what time it is now, in wall seconds of the store's own clock.
 
-    ``now`` is by this host's clock where the store does not tell the time.
+    ``now`` is None where the store does not tell the time, such as a directory that cannot be written.
     """
 
     written: float
-    now: float
+    now: float | None
 
     @property
-    def age(self) -> float:
+    def age(self) -> float | None:
         """Seconds since it was written."""
-        return self.now - self.written
+        return None if self.now is None else self.now - self.written
 
 
 class BrowsableStore(Store, Protocol):
-    """A store that people's tools may look at more cheaply. Nothing is decided by what these tell, except to
-    wait longer.
-    """
+    """A store that tells more. ``folders`` is for people's tools; by ``stamp`` alone collectors tell ages."""
 
     async def folders(self, prefix: str) -> builtins.list[str] | None:
         """Names between ``prefix``, which ends with '/', and the next '/'; None where it cannot."""
@@ -329,6 +327,23 @@ async def stamp_of(store: Store, key: str) -> Stamp | None:
     """As BrowsableStore.stamp; None where the store is none."""
     ask = getattr(store, "stamp", None)
     return None if ask is None else await ask(key)
+
+
+async def time_of(store: Store, key: str, clock: Clock) -> float:
+    """What time it is by the clock that dates ``key``; by ``clock`` where the store dates nothing.
+
+    So a host whose clock is wrong holds other hosts' dates against the store's time. Raises NotFound, and
+    StoreError where the store dates objects and does not tell the time.
+    """
+    stamp = await stamp_of(store, key)
+    if stamp is None:
+        return clock.time()
+    if stamp.now is None:
+        raise StoreError(
+            f"{key}: the store does not tell what time it is, so nothing tells how old its objects are (a "
+            "directory tells by a file that is written there: is it writable from here?)"
+        )
+    return stamp.now
 
 
 # --------------------------------------------------------------------------------------------- engine

@@ -10,9 +10,10 @@ What may go, of what is listed below the run and below ``replicas/``:
   writes it anew within seconds.
 
 Of that it keeps what channels and pins name, with all that is needed to reach it, and what replicas say they
-are fetching, by records that expired less than the grace period ago. Writers' clocks may be wrong, so dates
-are theirs or the store's, whichever are later. Manifests are all kept, and so is every key that it does not
-know. Two collectors are harmless: both only delete what will never be needed, whoever is first.
+are fetching, by records that expired less than the grace period ago. Any host's clock may be wrong, this
+one's too: the store tells what time it is, and dates are their writers' or the store's, whichever are later.
+Manifests are all kept, and so is every key that it does not know. Two collectors are harmless: both only
+delete what will never be needed, whoever is first.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .manifest import (
 )
 from .pins import PREFIX as PINS
 from .pins import Pin
-from .ports import Clock, Entry, NotFound, Store, StoreError, stamp_of
+from .ports import Clock, Entry, NotFound, Store, StoreError, stamp_of, time_of
 from .records import place_of
 from .retry import Retry, retrying
 
@@ -107,10 +108,13 @@ class Collector:
         self._grace, self._policy, self._progress = grace, policy or Retry(), progress
         self._chain = ChainReader(store, keep=64)
         self._records: set[str] = set()
+        self._now = 0.0
+        """When this sweep began, by the store: what is old enough by then is so to its end."""
 
     async def survey(self) -> Sweep:
         """What may go now. Raises NoHead, FormatError where a channel or pin cannot be read, StoreError."""
         head, _ = await self._call(lambda: self._chain.head(self._run))
+        self._now = await self._call(lambda: time_of(self._store, head_key(self._run), self._clock))
         newest = await self._manifest(head)
         cutoff = await self._cutoff(head, newest)
         rows = await self._rows(newest, cutoff)
@@ -183,15 +187,14 @@ class Collector:
             floor = await self._at(newest, before)
 
     async def _age(self, key: str, time: float) -> float:
-        """Seconds since what its writer dated ``time`` was written; by the store where that is less.
+        """Seconds since what its writer dated ``time`` was written; by the store's date where that is later.
 
-        A writer's clock may be behind, or the one here ahead, and either would shorten the grace period.
+        A writer's clock that is behind would shorten the grace period.
         """
-        age = self._clock.time() - time
-        if age > self._grace:
+        if self._now - time > self._grace:
             stored = await self._call(lambda: stamp_of(self._store, key))
-            age = age if stored is None else min(age, stored.age)
-        return age
+            time = time if stored is None else max(time, stored.written)
+        return self._now - time
 
     async def _floor_before(self, floor: Manifest) -> int | None:
         if floor.floor is not None or floor.parent is None:
@@ -240,7 +243,7 @@ class Collector:
 
     @property
     def _hints(self) -> Any:
-        return {"clock": self._clock, "grace": self._grace, "policy": self._policy, "rng": self._rng}
+        return {"now": self._now, "grace": self._grace, "policy": self._policy, "rng": self._rng}
 
     async def _load_all(self, prefix: str) -> list[tuple[str, bytes]]:
         limit = asyncio.Semaphore(PARALLEL)

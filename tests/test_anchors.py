@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 
 from stitch_core.anchors import LEASE_SECONDS, Abandoned, Anchors, GuardedFiles, Lease
 from stitch_core.checkpoint import Checkpoint
-from stitch_core.ports import Capabilities, StoreError, Unavailable
+from stitch_core.ports import Capabilities, StoreError, SystemClock, Unavailable
 from stitch_core.records import list_records, read_record
 from stitch_core.replica.anchoring import ReplicaAnchors
 from stitch_core.retry import Retry
+from stitch_core.stores.local import LocalStore
 from stitch_core.stores.memory import MemoryStore
 from tests.anchored_run import HandClock, Run
 from tests.replica.following import Following
@@ -79,6 +82,24 @@ async def test_a_lease_of_a_clock_far_ahead_or_one_that_cannot_be_read_holds_nob
     assert await Lease(run.memory, "r", "a", run.clock).take()
     run.memory.state.objects["runs/r/fulls/lease"] = b"[]"
     assert await Lease(run.memory, "r", "b", run.clock).take()
+
+
+@pytest.mark.parametrize("set_by", [-300.0, 0.0, 7200.0])
+async def test_c88_a_lease_ends_by_the_stores_time_whatever_clocks_are_set_to(
+    run: Run, tmp_path: Path, set_by: float
+) -> None:
+    """A clock that was set back by five minutes left a dead job's lease in force for six."""
+    clock = HandClock()
+    clock.now = time.time() + set_by
+    store = LocalStore(tmp_path / "store", run_blocking=inline)
+    dead, other = Lease(store, "r", "dead", SystemClock()), Lease(store, "r", "other", clock)
+    assert await dead.take()
+    assert not await other.take()
+    key = tmp_path / "store" / "runs" / "r" / "fulls" / "lease"
+    os.utime(key, (time.time() - LEASE_SECONDS - 1,) * 2)
+    assert await other.take()
+    await other.give_back()
+    assert await dead.take(), "given back"
 
 
 async def test_without_compare_and_swap_there_is_no_lease(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from stitch_core.head import Channel, channel_key
 from stitch_core.manifest import FormatError, Manifest, canonical_json, run_prefix
 from stitch_core.pins import Pin, pin_key
 from stitch_core.planner import Planner
-from stitch_core.ports import Entry, Stamp, Unavailable
+from stitch_core.ports import Entry, Stamp, StoreError, Unavailable
 from stitch_core.publisher import Fenced
 from stitch_core.retention import BATCH, LOOK_AGAIN, Collector, Sweep
 from stitch_core.retry import Retry
@@ -99,16 +100,26 @@ async def test_the_grace_counts_from_when_a_floor_was_surely_in_force(run: Run) 
 async def test_a_trainer_whose_clock_was_behind_had_no_grace(run: Run) -> None:
     """It dated its versions a day before it wrote them; the store knows better of each object."""
     ages = {"runs/r/manifests/000010.e0001.json": 600.0, "runs/r/manifests/000007.e0001.json": 7200.0}
+    run.clock.now += 2 * DAY
+    asked = tells(run, {"runs/r/head": 600.0, **ages})
+    assert (await collect(run, grace=3600.0)).floor == 3, "9, whose floor is 6, is the head's since 600 s"
+    assert asked == ["runs/r/head", *ages]
+
+
+def tells(run: Run, ages: dict[str, float], ahead: float = 0.0) -> list[str]:
+    """From now on the store tells how old objects are; the keys that it was asked for.
+
+    ``ahead``: seconds by which the clocks of hosts are ahead of the store's.
+    """
     asked: list[str] = []
 
     async def stamp(key: str) -> Stamp:
         asked.append(key)
-        return Stamp(0.0, ages[key])
+        now = run.clock.now - ahead
+        return Stamp(now - ages.get(key, 9e9), now)
 
     run.store.stamp = stamp  # type: ignore[attr-defined]
-    run.clock.now += 2 * DAY
-    assert (await collect(run, grace=3600.0)).floor == 3, "9, whose floor is 6, is the head's since 600 s"
-    assert asked == list(ages)
+    return asked
 
 
 async def test_a_store_that_tells_no_time_is_believed_by_the_publishers_dates(run: Run) -> None:
@@ -117,6 +128,59 @@ async def test_a_store_that_tells_no_time_is_believed_by_the_publishers_dates(ru
 
     run.store.stamp = stamp  # type: ignore[attr-defined]
     assert (await collect(run, grace=1.5 * 3600)).floor == 6
+
+
+async def test_c80_a_collector_whose_clock_is_two_days_ahead_had_no_grace(run: Run) -> None:
+    """What time it is says the store, also for records of replicas, which its clock took for abandoned."""
+    hint(run, [run.versions[1].digest()], 15.0)
+    now, ages = run.clock.now, {"runs/r/head": 60.0, "replicas/x.json": 5.0}
+    ages |= {f"runs/r/{m.key}": now - m.time for m in run.versions}
+    run.clock.now += 2 * DAY
+    tells(run, ages, ahead=2 * DAY)
+    sweep = await collect(run, grace=5.1 * 3600)
+    assert (sweep.floor, sweep.deleted, sweep.forgotten) == (0, 0, 0)
+    sweep = await collect(run, grace=4.9 * 3600)
+    assert (sweep.floor, sweep.forgotten, payload(run)) == (3, 0, {1, *range(3, 13)})
+
+
+async def test_c80_a_collector_whose_clock_is_two_days_behind_collects_all_the_same(run: Run) -> None:
+    ages = {f"runs/r/{m.key}": run.clock.now - m.time for m in run.versions}
+    run.clock.now -= 2 * DAY
+    tells(run, ages, ahead=-2 * DAY)
+    assert (await collect(run, grace=4.9 * 3600)).floor == 3
+
+
+async def test_c80_on_a_directory_ages_come_from_a_file_that_the_collector_just_wrote(tmp_path: Path) -> None:
+    """The files of a directory tell when they were written; what time it is said the host's clock.
+
+    The trainer's clock is two days behind, the collector's two days ahead.
+    """
+    run = Run(tmp_path)
+    store = LocalStore(tmp_path / "store", run_blocking=inline, clock=run.clock)
+    run.store = run.memory = store  # type: ignore[assignment]
+    run.clock.now = time.time() - 2 * DAY
+    await run.claim()
+    for _ in range(3):
+        await run.publish(2)
+        run.versions.append(await run.publisher.publish(run.trainer.full()))
+    await run.publish()
+    there = await store.list("runs/r/e")
+    run.clock.now += 4 * DAY
+    assert (await collect(run)).deleted == 0
+    assert await store.list("runs/r/e") == there
+    for path in (tmp_path / "store" / "runs").rglob("*"):
+        os.utime(path, (time.time() - 2 * DAY,) * 2)
+    assert (await collect(run)).floor == 6
+
+
+async def test_c80_a_store_that_dates_objects_and_tells_no_time_is_not_collected(run: Run) -> None:
+    async def stamp(key: str) -> Stamp:
+        return Stamp(0.0, None)
+
+    run.store.stamp = stamp  # type: ignore[attr-defined]
+    with pytest.raises(StoreError):
+        await collect(run, grace=1.5 * 3600)
+    assert payload(run) == set(range(1, 13))
 
 
 async def test_two_floors_are_kept_however_short_the_grace(run: Run) -> None:
@@ -214,11 +278,7 @@ async def test_a_replica_whose_clock_is_late_keeps_what_it_fetches(run: Run) -> 
 @pytest.mark.parametrize(("age", "kept"), [(3610.0, True), (3620.0, False)])
 async def test_a_replica_whose_clock_is_late_by_more_than_the_grace(run: Run, age: float, kept: bool) -> None:
     """Its record lasts 15 s, and the store got it ``age`` seconds ago, whatever it is dated."""
-
-    async def stamp(key: str) -> Stamp:
-        return Stamp(0.0, age if key == "replicas/x.json" else 9e9)
-
-    run.store.stamp = stamp  # type: ignore[attr-defined]
+    tells(run, {"replicas/x.json": age})
     hint(run, [run.versions[1].digest()], 15.0 - 9000.0, dated=-9000.0)
     await collect(run, grace=3600.0)
     assert (1 in payload(run)) is kept
@@ -304,10 +364,7 @@ async def test_what_another_runs_replica_said_that_it_fetches_is_left_to_that_ru
 async def test_a_record_by_a_clock_that_is_late_is_as_old_as_the_store_says(
     run: Run, age: float, gone: bool
 ) -> None:
-    async def stamp(key: str) -> Stamp:
-        return Stamp(0.0, age if key == "replicas/x.json" else 9e9)
-
-    run.store.stamp = stamp  # type: ignore[attr-defined]
+    tells(run, {"replicas/x.json": age})
     leave(run, "x", -9e5)
     assert (await collect(run, grace=3600.0)).forgotten == gone
 

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from ..checkpoint import Checkpoint
 from ..files import PosixFiles
 from ..ports import NoStore, Store
+from ..stores.dated import date_of_new
 from ..stores.identity import read_identity
 from ..stores.local import PRIVATE
 from ..stores.probe import probe
@@ -129,10 +130,12 @@ async def _place(url: str) -> AsyncIterator[str]:
 
 def _sweep(root: Path) -> None:
     """Remove what a doctor that was killed left there, long enough ago that none can be at work."""
-    for left in root.glob(f"{PLACE}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT_AFTER:
-                PosixFiles().remove_tree(left)
+    with contextlib.suppress(OSError):
+        now = date_of_new(PosixFiles(), root / f"{PLACE}{secrets.token_hex(8)}")
+        for left in root.glob(f"{PLACE}*"):
+            with contextlib.suppress(OSError):
+                if now - left.stat().st_mtime > LEFT_AFTER:
+                    PosixFiles().remove_tree(left)
 
 
 async def _directory_checks(url: str, place: str, report: Report) -> None:

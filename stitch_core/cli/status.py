@@ -29,7 +29,6 @@ from .common import (
     say,
     table,
 )
-from .mounts import directory_of
 
 SHOWN = 4
 
@@ -74,7 +73,7 @@ async def _one(store: Store, options: argparse.Namespace) -> Result:
 async def _all(store: BoundedStore, options: argparse.Namespace) -> Result:
     channels = await _parallel(_channel, store, [e.key.split("/")[1] for e in await store.list("channels/")])
     replicas = await _parallel(_replica, store, [entry.key for entry in await store.list(RECORDS)])
-    if directory_of(options.store) is not None and replicas and all(r.get("expired") for r in replicas):
+    if replicas and all(r.get("expired") and r.get("clock_skew_here") is None for r in replicas):
         say("every record has expired: the replicas are gone, or this machine's clock is ahead of the "
             "store's, with which 'stitch doctor' compares it")  # fmt: skip
     legacy = await legacy_pointer(store)
@@ -146,13 +145,14 @@ async def _replica(store: Store, key: str) -> dict[str, Any] | None:
         return None  # it left since it was listed
     except (ValueError, TypeError, KeyError, RecursionError, StoreError) as error:
         return {"id": key, "error": f"its record cannot be read: {error!r}"}
-    age = here - written if stamp is None else stamp.age
+    now = here if stamp is None or stamp.now is None else max(stamp.now, stamp.written)
+    age = now - (written if stamp is None else stamp.written)
     return {
         **record, "id": name, "time": written, "age": age,
         # Both are of the replica's clock: their difference is right, whatever that clock says.
         "expired": age > expires - written,
         "clock_skew": None if stamp is None else written - stamp.written,
-        "clock_skew_here": None if stamp is None else _outside(max(stamp.now, stamp.written), asked, here),
+        "clock_skew_here": None if stamp is None or stamp.now is None else _outside(now, asked, here),
     }  # fmt: skip
 
 

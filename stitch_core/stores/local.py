@@ -45,6 +45,7 @@ from ..ports import (
 )
 from ..threads import Threads
 from . import BadUrl
+from .dated import StoreTime, date_of_new
 from .identity import FILE, Identity, read_identity
 from .keys import BadKey, check_key, check_prefix, check_range
 from .mount import Mount
@@ -92,6 +93,7 @@ class LocalStore:
         self._run: RunBlocking = run_blocking
         self._lock_timeout = lock_timeout
         self._clock: Clock = clock or SystemClock()
+        self._time = StoreTime(self._date_of_new, self._clock)
         self._durable: set[Path] = set()
         self._swept = False
         self._identity: Identity | None = None
@@ -131,9 +133,12 @@ class LocalStore:
         return await self._run(self._translate_read, self._walk, self.root, list_folders, prefix)
 
     async def stamp(self, key: str) -> Stamp:
-        """See BrowsableStore: on a network mount objects are dated by the server, and now is this host's."""
+        """See BrowsableStore: both are by who dates the files, on a network mount its server."""
         written = (await self._reading(os.stat, key)).st_mtime
-        return Stamp(written, self._clock.time())
+        try:
+            return Stamp(written, await self._run(self._time.now))
+        except OSError:  # nothing can be written there
+            return Stamp(written, None)
 
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)
@@ -232,7 +237,7 @@ class LocalStore:
     def _begin(self) -> Identity:
         directory = self.root / PRIVATE / "tmp"
         self._make_directory(directory)
-        error = can_link(self._files, directory, f"{int(self._clock.time())}.{secrets.token_hex(8)}")
+        error = can_link(self._files, directory, self._unused().name)
         if error is not None:
             self._mount.say(
                 f"{self.root} has no hard links ({error}): objects are created under a lock instead"
@@ -323,10 +328,10 @@ class LocalStore:
         """A synced file with the source's bytes, gone afterwards unless it was renamed."""
         directory = self.root / PRIVATE / "tmp"
         self._make_directory(directory)
-        self._sweep(directory)
-        path = directory / f"{int(self._clock.time())}.{secrets.token_hex(8)}"
+        path = self._unused()
         try:
             self._files.write_new(path, b"")
+            self._sweep(directory, path)
             offset = 0
             for chunk in source_chunks(source):
                 self._files.write_at(path, offset, chunk)
@@ -337,16 +342,26 @@ class LocalStore:
             with contextlib.suppress(FileNotFoundError):
                 self._files.remove(path)
 
-    def _sweep(self, directory: Path) -> None:
-        """Once per store: remove the temporaries of processes that died."""
+    def _unused(self) -> Path:
+        """A name for a temporary, of nobody else's."""
+        return self.root / PRIVATE / "tmp" / f"{int(self._clock.time())}.{secrets.token_hex(8)}"
+
+    def _date_of_new(self) -> float:
+        path = self._unused()
+        self._make_directory(path.parent)
+        return date_of_new(self._files, path)
+
+    def _sweep(self, directory: Path, new: Path) -> None:
+        """Once per store: remove the temporaries of processes that died, all far older than ``new``."""
         if self._swept:
             return
         self._swept = True
+        now = os.stat(new).st_mtime
         for name in self._files.list(directory):
-            born = name.partition(".")[0]
-            if born.isdecimal() and int(born) < self._clock.time() - STALE_AFTER:
-                # Another store may be sweeping, or the file be another user's.
-                with contextlib.suppress(OSError):
+            # Another store may be sweeping, or the file be another user's.
+            with contextlib.suppress(OSError):
+                born = os.stat(directory / name).st_mtime
+                if name.partition(".")[0].isdecimal() and born < now - STALE_AFTER:
                     self._files.remove(directory / name)
 
     def _translate_write(self, operation: Callable[..., T], path: Path, *args: Any) -> T:

@@ -120,7 +120,7 @@ class FaultPlan:
             kill_every=every(20, 300),
             stall_every=every(20, 300),
             stall=random.choice([10.0, 120.0]),
-            clock_skew=random.choice([0.0, 1.0, 4000.0]),
+            clock_skew=random.choice([0.0, 1.0, 200_000.0]),
             engine_silent=rate(0.2),
             engine_refuses=rate(0.2),
             engine_uncertain=rate(0.1),

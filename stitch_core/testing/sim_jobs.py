@@ -67,17 +67,22 @@ class SimulatedJob:
 
 
 class SimulatedCollector(SimulatedJob):
-    """Collects again and again; ``grace`` in seconds, ``every`` the mean pause."""
+    """Collects again and again; ``grace`` in seconds, ``every`` the mean pause.
 
-    def __init__(self, world: World, name: str, run: str, *, grace: float, every: float = 40.0) -> None:
+    ``ahead``: seconds by which its wall clock is fast.
+    """
+
+    def __init__(
+        self, world: World, name: str, run: str, *, grace: float, every: float = 40.0, ahead: float = 0.0
+    ) -> None:
         super().__init__(world, name, run)
-        self.grace, self.every = grace, every
+        self.grace, self.every, self.ahead = grace, every, ahead
 
     async def _live(self, process: SimulatedProcess) -> None:
         world = self.world
         collector = Collector(
-            world.store(process), self.run, clock=world.clock(), rng=world.random, grace=self.grace,
-            policy=SHORT,
+            world.store(process), self.run, clock=world.clock(-self.ahead), rng=world.random,
+            grace=self.grace, policy=SHORT,
         )  # fmt: skip
         while True:
             await asyncio.sleep(self.every * world.random.uniform(0.2, 1.8))

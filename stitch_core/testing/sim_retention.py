@@ -473,6 +473,28 @@ async def n08_records_of_replicas_that_are_gone(world: World) -> None:
         task.cancel()
 
 
+async def c80_collectors_whose_clocks_are_days_ahead_and_behind(world: World) -> None:
+    """The one would take floors and records that are a minute old for old ones, the other collect nothing."""
+    world.timing = Timing(train=1.0)
+    keeper = Keeper(world, 300.0)
+    await _anchored(world, 12)
+    reader = SimulatedReader(world, "r", "a")
+    tasks = [asyncio.ensure_future(reader.supervise())]
+    days = world.random.choice((2.0, 20.0)) * 86400.0
+    for name, ahead in (("fast", days), ("slow", -days)):
+        collector = SimulatedCollector(world, name, "a", grace=300.0, every=30.0, ahead=ahead)
+        task = asyncio.ensure_future(collector.supervise())
+        await until(world, lambda: keeper.deleted > 0, f"the {name} collector", 5000.0)
+        task.cancel()
+        assert collector.process is not None
+        collector.process.kill()
+        await _anchored_more(world, 24)
+        keeper.deleted = 0
+    assert keeper.forgotten == 0
+    for task in tasks:
+        task.cancel()
+
+
 RETENTION_CASES = [
     retention,
     c10_a_replica_below_what_was_collected,
@@ -487,4 +509,5 @@ RETENTION_CASES = [
     n06_a_joiner_whose_clock_is_late_keeps_what_it_fetches,
     n07_a_trainer_whose_clock_is_late_keeps_the_grace,
     n08_records_of_replicas_that_are_gone,
+    c80_collectors_whose_clocks_are_days_ahead_and_behind,
 ]

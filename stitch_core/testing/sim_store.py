@@ -29,7 +29,7 @@ from ..stores.keys import check_key, check_prefix, check_range
 from ..stores.sources import source_chunks
 from .faults import Faults
 from .loop import OUTSIDE, SimulatedLoop
-from .process import SimulatedProcess
+from .process import SimulatedClock, SimulatedProcess
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class SimulatedBucket:
         self.faults = faults
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
+        self.clock = SimulatedClock(loop)
         self.observers: list[Observer] = []
         self.on_call: Callable[[SimulatedProcess, str, str], None] = lambda process, what, key: None
 
@@ -112,11 +113,12 @@ class SimulatedStore:
         return len(await self._call("size", key, partial(self._bucket.get, check_key(key))))
 
     async def stamp(self, key: str) -> Stamp:
-        """As BrowsableStore.stamp: this bucket's clock is right."""
+        """As BrowsableStore.stamp: this bucket's clock is right, whatever those of hosts say."""
 
         def look() -> Stamp:
             self._bucket.get(key)
-            return Stamp(self._bucket.written[key], self._bucket.loop.time())
+            now = self._bucket.clock.time()
+            return Stamp(now - (self._bucket.loop.time() - self._bucket.written[key]), now)
 
         return await self._call("stamp", check_key(key), look)
 

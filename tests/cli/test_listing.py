@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -91,19 +92,45 @@ def test_a_living_replica_whose_clock_was_an_hour_behind_looked_dead(
     assert said.err == ""
 
 
-def test_this_machines_clock_may_be_the_one_that_is_wrong(shell: Shell) -> None:
+def test_this_machines_clock_may_be_the_one_that_is_wrong(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All records look expired, or are of the future, by a store that only says when it got them."""
     now = time.time()
     record = {"id": "one", "run": "r", "time": now - 900, "expires": now - 885}
     path = put(shell, "replicas/one.json", json.dumps(record).encode())
     os.utime(path, (now - 900, now - 900))
-    said = shell("status", "--store", shell.store)
+    assert shell("status", "--store", shell.store).err == "", "by the store's own time they have"
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "_date_of_new", not_permitted)
+        said = shell("status", "--store", shell.store)
     assert "every record has expired" in said.err
     assert "'stitch doctor'" in said.err
     os.utime(path, (now + 900, now + 900))
     said = shell("status", "--store", shell.store)
     assert "s behind the store's: set it (NTP)" in said.out
     assert said.err == ""
+
+
+def not_permitted(self: LocalStore) -> float:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_c80_an_age_in_a_directory_was_by_this_machines_clock(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    now = time.time()
+    record = {"id": "one", "run": "r", "time": now, "expires": now + 15}
+    put(shell, "replicas/one.json", json.dumps(record).encode())
+    monkeypatch.setattr("stitch_core.cli.status.time.time", lambda: now + ahead)
+    (found,) = status(shell)["replicas"]
+    assert (found["expired"], 0 <= found["age"] < 60) == (False, True)
+    assert found["clock_skew_here"] == pytest.approx(ahead, abs=60)
+    # Where nothing can be written nothing tells.
+    monkeypatch.setattr(LocalStore, "_date_of_new", not_permitted)
+    (found,) = status(shell)["replicas"]
+    assert (found["expired"], found["clock_skew_here"]) == (ahead > 0, None)
 
 
 def test_a_replica_that_leaves_during_the_look_is_no_error(

@@ -141,7 +141,8 @@ class Cloud:
     blocks: dict[bytes, bytes] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     later: float = 0.0
-    """Seconds by which the server's clock is ahead, for entries that expire."""
+    """Seconds by which the server's clock is ahead, for entries that expire and dates of files."""
+    dated: dict[str, float] = field(default_factory=dict)
     clients: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     blocks_url: str = ""
@@ -150,7 +151,9 @@ class Cloud:
     def reset(self) -> None:
         with self.lock:
             self.manners, self.rng, self.later = Manners(), random.Random(0), 0.0
-            for kept in (self.log, self.dicts, self.containers, self.calls, self.answers, self.blocks):
+            for kept in (
+                self.log, self.dicts, self.containers, self.calls, self.answers, self.blocks, self.dated
+            ):  # fmt: skip
                 kept.clear()
 
     # -------------------------------------------------------------------------------------- containers
@@ -202,6 +205,7 @@ class Cloud:
     def write(self, changes: dict[str, bytes | None]) -> None:
         with self.lock:
             self.log.append((time.monotonic() + self.manners.visible_after, changes))
+            self.dated.update(dict.fromkeys(changes, time.time() + self.later))
 
     def commit(self, container: Container) -> None:
         with container.lock:
@@ -384,7 +388,7 @@ class Servicer(_Rest):
                         entries[name] = api_pb2.FileEntry(path=name, type=kind.DIRECTORY)
                 if request.recursive or len(parts) == 1:
                     entries[path] = api_pb2.FileEntry(
-                        path=path, type=kind.FILE, size=len(data), mtime=int(time.time())
+                        path=path, type=kind.FILE, size=len(data), mtime=int(self.cloud.dated[path])
                     )
         if not entries and folder:
             raise GRPCError(Status.NOT_FOUND, f"no such file or directory: {request.path}")

@@ -24,6 +24,7 @@ from stitch_core.ports import (
     NoStore,
     NotFound,
     StoreError,
+    SystemClock,
     Unavailable,
 )
 from stitch_modal.cells import Cell
@@ -39,7 +40,7 @@ LARGE = bytes(range(256)) * 1000
 
 
 class Later:
-    """A clock that is ahead by what a test says; the server's goes with it."""
+    """Time passes as a test says, also at the server."""
 
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
@@ -51,7 +52,7 @@ class Later:
         return time.time() + self.cloud.later
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        return time.monotonic() + self.cloud.later
 
 
 def dies(cloud: Cloud, name: str, call: str, *, after: bool = False) -> None:
@@ -314,6 +315,53 @@ async def test_created_and_died_before_the_claim(cloud: Cloud) -> None:
     await third.create("j", LARGE)
     assert not any(path.startswith(".stitch/new/") for path in cloud.committed()), "the leftover is gone"
     await third.close()
+
+
+class Ahead(SystemClock):
+    """The clock of one host, wrong by days."""
+
+    def __init__(self, days: float) -> None:
+        self.ahead = days * 86400.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+@pytest.mark.parametrize("days", [-2.0, 2.0])
+async def test_c80_an_age_was_by_the_clock_of_the_host_that_asked(cloud: Cloud, days: float) -> None:
+    """Where the Volume is not mounted, Modal dates the files."""
+    cloud.later = -days * 86400.0
+    store = cloud.store("a", mounted=False)
+    await store.create("k", b"x")
+    stamp = await store.stamp("k")
+    assert stamp is not None
+    assert stamp.age is not None
+    assert -1 < stamp.age < 60
+    assert set(cloud.committed()) == {"k"}
+    await store.close()
+
+
+async def test_c80_a_clock_two_days_ahead_swept_what_others_were_writing(cloud: Cloud) -> None:
+    """Then their bytes were nowhere, and their claim of the key was in everybody's way for an hour."""
+    cloud.write({f".stitch/new/{int(time.time())}.0123": b"half"})
+    store = cloud.store("a", mounted=False, clock=Ahead(2.0))
+    await store.create("k", LARGE)
+    assert any(path.startswith(".stitch/new/") for path in cloud.committed())
+    await store.close()
+
+
+async def test_c80_a_claim_by_a_clock_two_days_behind_looked_like_a_dead_ones(cloud: Cloud) -> None:
+    """Taken from one that is at it, the key would be had by two."""
+    store, other = cloud.store("a", clock=Ahead(-2.0)), cloud.store("b")
+    await store.create("k", b"x")
+    dies(cloud, "a", "DictPop")
+    with pytest.raises(StoreError):
+        await store.delete("k")
+    await ended(cloud, store, "a", commit=True)
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await other.create("k", b"y")
+    await other.close()
 
 
 async def test_a_swap_that_only_its_cell_tells_of_is_kept(cloud: Cloud) -> None:

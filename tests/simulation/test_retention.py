@@ -67,6 +67,13 @@ def believes_the_clocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "stamp_of", broken)
 
 
+def tells_the_time_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(store: Any, key: str, clock: Any) -> float:
+        return float(clock.time())
+
+    monkeypatch.setattr(retention, "time_of", broken)
+
+
 def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: Collector) -> set[str]:
         return set()
@@ -175,6 +182,8 @@ ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "du
             {"retention: what is being fetched stays", "scenario: n06", LIVES},
         ),
         (believes_the_clocks_of_others, "n07", {"retention: the grace"}),
+        (tells_the_time_by_its_own_clock, "c80", {"retention: the grace", LIVES}),
+        (tells_the_time_by_its_own_clock, "retention", {"retention: the grace", LIVES}),
         (ignores_channels_and_pins, "n04", {"retention: what is named stays"}),
         (ignores_epochs, "retention", ALIVE),
         (ignores_epochs, "c29", ALIVE),

@@ -22,9 +22,11 @@ from stitch_core.ports import (
     SystemClock,
     Unavailable,
     WriteRefused,
+    time_of,
 )
 from stitch_core.stores.keys import BadKey
 from stitch_core.stores.local import STALE_AFTER, LocalStore, _tag
+from tests.anchored_run import HandClock
 
 pytestmark = pytest.mark.usefixtures("real_fsync")
 
@@ -297,21 +299,70 @@ async def test_stale_temporaries_are_swept(tmp_path: Path) -> None:
     await local(tmp_path).create("a", b"")
     directory = tmp_path / ".stitch" / "tmp"
     now = time.time()
-    (directory / f"{int(now - STALE_AFTER) - 10}.0123").write_bytes(b"dead")
-    (directory / f"{int(now)}.0123").write_bytes(b"another process is writing it")
-    (directory / "unknown").write_bytes(b"")
+    old = now - STALE_AFTER - 10
+    leave(directory / f"{int(old)}.0123", old)
+    leave(directory / f"{int(now)}.0123", now)  # another process is writing it
+    leave(directory / "unknown", old)
     store = local(tmp_path)
     await store.load("a")
     assert len(os.listdir(directory)) == 3, "readers remove nothing"
     await store.create("b", b"")
     assert sorted(os.listdir(directory)) == [f"{int(now)}.0123", "unknown"]
 
-    class Tomorrow(SystemClock):
-        def time(self) -> float:
-            return now + STALE_AFTER + 10
 
-    await local(tmp_path, clock=Tomorrow()).create("c", b"")
-    assert os.listdir(directory) == ["unknown"]
+def leave(path: Path, written: float) -> None:
+    path.write_bytes(b"")
+    os.utime(path, (written, written))
+
+
+class TwoDaysAhead(SystemClock):
+    def time(self) -> float:
+        return super().time() + 2 * STALE_AFTER
+
+
+async def test_c80_a_clock_that_is_two_days_ahead_swept_what_others_were_writing(tmp_path: Path) -> None:
+    """Also an upload that began days ago, and goes on: a temporary is as old as its last bytes."""
+    await local(tmp_path).create("a", b"")
+    directory, now = tmp_path / ".stitch" / "tmp", time.time()
+    leave(directory / f"{int(now)}.0123", now)
+    leave(directory / f"{int(now - 3 * STALE_AFTER)}.0123", now)
+    await local(tmp_path, clock=TwoDaysAhead()).create("b", b"")
+    assert len(os.listdir(directory)) == 2
+
+
+async def test_c80_the_age_of_an_object_was_by_the_clock_of_who_asked(tmp_path: Path) -> None:
+    """Both times are by who dates the files: a server, on a network mount."""
+    await local(tmp_path).create("k", b"")
+    stamp = await local(tmp_path, clock=TwoDaysAhead()).stamp("k")
+    assert stamp.age is not None
+    assert 0 <= stamp.age < 60
+    assert os.listdir(tmp_path / ".stitch" / "tmp") == []
+
+
+async def test_c80_the_time_is_asked_for_once_a_minute_and_goes_on_between(tmp_path: Path) -> None:
+    files, clock = WatchedFiles(), HandClock()
+    store = local(tmp_path, files, clock=clock)
+    await store.create("k", b"")
+    first = (await store.stamp("k")).now
+    files.changes.clear()
+    clock.now += 59.0
+    later = (await store.stamp("k")).now
+    assert (first is not None and later is not None and later - first, files.changes) == (59.0, [])
+    clock.now += 2.0
+    await store.stamp("k")
+    assert [name for name, _ in files.changes] == ["write_new", "remove"]
+
+
+async def test_c80_a_directory_that_cannot_be_written_tells_no_time(tmp_path: Path) -> None:
+    class ReadOnly(PosixFiles):
+        def write_new(self, path: Path, data: Any) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    await local(tmp_path).create("k", b"")
+    stamp = await local(tmp_path, ReadOnly()).stamp("k")
+    assert (stamp.now, stamp.age) == (None, None)
+    with pytest.raises(StoreError):
+        await time_of(local(tmp_path, ReadOnly()), "k", SystemClock())
 
 
 async def test_locks_do_not_pile_up(tmp_path: Path) -> None:
@@ -386,7 +437,9 @@ async def test_folders_and_times(tmp_path: Path) -> None:
     assert await store.folders("none/") == await store.folders("runs/plain/") == []
     assert abs((await store.stamp("runs/r/head")).written - began) < 60
     os.utime(tmp_path / "runs/r/head", (began - 500, began - 500))
-    assert 499 < (await store.stamp("runs/r/head")).age < 560
+    age = (await store.stamp("runs/r/head")).age
+    assert age is not None
+    assert 499 < age < 560
     with pytest.raises(NotFound):
         await store.stamp("runs/none")
     with pytest.raises(NoStore):

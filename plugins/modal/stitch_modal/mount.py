@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from stitch_core.ports import Buffer, FileSource, Unavailable
+from stitch_core.ports import Buffer, Clock, FileSource, Unavailable
 from stitch_core.stores.sources import source_chunks
 
 from .errors import translate
@@ -246,6 +246,10 @@ class MountedFiles:
     def modified(self, path: str) -> float:
         with self._mount.using():
             return os.stat(self._at(path)).st_mtime
+
+    def date_of_new(self, temporary: str, clock: Clock) -> float:
+        """What a file that is made now will be dated: by this container, whatever the others' clocks say."""
+        return clock.time()
 
     def names(self, folder: str) -> list[tuple[str, bool]]:
         """What is in a directory, and whether each is a directory; nothing where there is none."""

@@ -69,6 +69,10 @@ class Reader:
         except FileNotFoundError:  # only its cell tells of it yet
             return None
 
+    def now(self) -> float:
+        """What time it is by the clock that dates files."""
+        return self._states.time.now()
+
     def list(self, prefix: str) -> builtins.list[Entry]:
         self._files.refresh(self._states.visible_after)
         plain: dict[str, int] = {}

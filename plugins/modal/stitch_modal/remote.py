@@ -15,7 +15,7 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager
 from typing import Any
 
-from stitch_core.ports import Buffer, FileSource
+from stitch_core.ports import Buffer, Clock, FileSource
 from stitch_core.stores.sources import source_chunks
 
 SPOOLED = 16
@@ -71,6 +71,14 @@ class RemoteFiles:
             if row.path.strip("/") == (self._below + path).strip("/"):
                 return float(row.mtime)
         raise FileNotFoundError(path)
+
+    def date_of_new(self, temporary: str, clock: Clock) -> float:
+        """As MountedFiles.date_of_new: files are dated by the server, so one is made."""
+        self.write(temporary, b"")
+        try:
+            return self.modified(temporary)
+        finally:
+            self.remove(temporary)
 
     def names(self, folder: str) -> list[tuple[str, bool]]:
         own = (self._below + folder).strip("/")

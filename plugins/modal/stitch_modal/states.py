@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stitch_core.ports import Clock, StoreError
+from stitch_core.stores.dated import StoreTime
 from stitch_core.stores.keys import is_key
 
 from .cells import Cell, Cells, Kind
@@ -69,6 +70,7 @@ class States:
     ) -> None:
         self.files, self.cells, self.where = files, cells, where
         self._clock, self.visible_after = clock, visible_after
+        self.time = StoreTime(self._date_of_new, clock)
         self._known: dict[str, State] = {}
         self._learned = -float("inf")  # when a swapped object was last seen to have changed
         self._swept = False
@@ -83,7 +85,8 @@ class States:
     def look(self, key: str, *, newest: bool = True) -> State:
         """What is under the key. ``newest``: ask for later states of what the files show as created, too."""
         state = self._known.get(key)
-        if state is None or self._clock.time() - state.looked > LOOK_AGAIN:
+        # Cells are dated by whoever wrote them: what seems to be of the future is looked up, too.
+        if state is None or abs(self._clock.time() - state.looked) > LOOK_AGAIN:
             state = self._look_at_files(key, state)
         if state.number == 0 or (state.kind == "file" and not state.marked and not newest):
             return state
@@ -199,16 +202,21 @@ class States:
         self._sweep()
         return f"{NEW}/{int(self._clock.time())}.{token}"
 
+    def _date_of_new(self) -> float:
+        return self.files.date_of_new(f"{NEW}/{secrets.token_hex(12)}", self._clock)
+
     def _sweep(self) -> None:
         """Once per store: remove what writers that died left in ``.stitch/new``."""
         if self._swept:
             return
         self._swept = True
         for name, _ in self.files.names(NEW):
-            born = name.partition(".")[0]
-            if born.isdecimal() and int(born) < self._clock.time() - STALE_AFTER:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if name.partition(".")[0].isdecimal() and self._age(f"{NEW}/{name}") > STALE_AFTER:
                     self.files.remove(f"{NEW}/{name}")
+
+    def _age(self, path: str) -> float:
+        return self.time.now() - self.files.modified(path)
 
     def forget_old(self, key: str) -> None:
         """Remove what says of keys near this one that they were deleted, weeks ago."""
@@ -229,7 +237,7 @@ class States:
         match = STATE.match(newest.rpartition("/")[2])
         if not match or match[2] != "gone":
             return
-        if self.files.modified(newest) < self._clock.time() - FORGET_AFTER:
+        if self._age(newest) > FORGET_AFTER:
             for path in paths:
                 self.files.remove(path)
 

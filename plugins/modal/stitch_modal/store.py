@@ -18,7 +18,6 @@ import asyncio
 import builtins
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -97,9 +96,11 @@ class ModalStore:
         return await self._reading(key, lambda reader: reader.size(key))
 
     async def stamp(self, key: str) -> Stamp | None:
-        """As BrowsableStore.stamp: written is by the clock of the container that did, now by this one's."""
+        """As BrowsableStore.stamp: by Modal's clock; on a mount by that of the container, here or there."""
         written = await self._reading(key, lambda reader: reader.modified(key))
-        return None if written is None else Stamp(written, time.time())
+        if written is None:
+            return None
+        return Stamp(written, await self._reading(key, lambda reader: reader.now()))
 
     async def create(self, key: str, source: Buffer | FileSource) -> None:
         await self._writing(key, lambda writer: writer.create(key, source))

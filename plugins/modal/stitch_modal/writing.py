@@ -32,7 +32,7 @@ INLINE = 32 * 2**10
 
 LARGEST_SWAP = 2**20
 DEAD_AFTER = 3600.0
-"""Seconds after which a claim without bytes is taken for one of a process that died while deleting."""
+"""Seconds after which a claim without bytes is taken for one of a process that died while deleting it."""
 
 ROUNDS = 16
 
@@ -43,6 +43,8 @@ class Writer:
     def __init__(self, states: States, cells: Cells, clock: Clock) -> None:
         self._states, self._files, self._cells, self._clock = states, states.files, cells, clock
         self._folders_seen: set[str] = set()
+        self._met: dict[str, float] = {}
+        """Claims without bytes, by token, and when this process first met them."""
 
     def create(self, key: str, source: Buffer | FileSource) -> None:
         self._check_folders(key)
@@ -98,9 +100,14 @@ class Writer:
         return False
 
     def _bury(self, key: str, number: int, found: Cell) -> None:
-        """A claim whose bytes are nowhere: of one that is deleting it, or died doing so, long ago."""
-        if self._clock.time() - found.time > DEAD_AFTER and self._files.size(key) is None:
+        """A claim whose bytes are nowhere: of one that is deleting it, or died doing so, long ago.
+
+        Counted from when this process first met it: the clock that dated it may be wrong, or this one.
+        """
+        here = self._clock.monotonic()
+        if here - self._met.setdefault(found.token, here) > DEAD_AFTER and self._files.size(key) is None:
             self._cells.pop(key, number)
+            del self._met[found.token]
         raise Unavailable(f"{self._states.where}{key} is being moved or deleted by another process")
 
     def _place(self, key: str, number: int, cell: Cell) -> None:

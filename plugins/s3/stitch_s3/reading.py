@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -127,7 +126,7 @@ def stamp_in(answer: dict[str, Any]) -> Stamp | None:
     """When an object was written, and when the server answered; None where it does not say the former."""
     written = answer.get("LastModified")
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    now = time.time()
+    now = None
     if date is not None:
         with contextlib.suppress(ValueError):
             now = parsedate_to_datetime(date).timestamp()
