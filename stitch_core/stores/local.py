@@ -51,7 +51,7 @@ from .keys import BadKey, check_key, check_prefix, check_range
 from .mount import Mount
 from .probe import can_link, error_text
 from .sources import source_chunks
-from .walk import list_folders, list_objects
+from .walk import Odd, list_folders, list_objects
 
 T = TypeVar("T")
 
@@ -412,8 +412,8 @@ class LocalStore:
             raise _unavailable(self.root, error) from error
         raise NoStore(f"there is no directory {self.root}: is it mounted? The first claim makes a new store")
 
-    def _walk(self, root: Path, walk: Callable[[Path, Files, str], T], prefix: str) -> T:
-        found = walk(root, self._files, prefix)
+    def _walk(self, root: Path, walk: Callable[[Path, Files, Odd, str], T], prefix: str) -> T:
+        found = walk(root, self._files, self._mount.say, prefix)
         self._check_root()
         return found
 

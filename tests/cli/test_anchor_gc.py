@@ -52,6 +52,35 @@ def test_a_full_is_built_from_the_store_once(run: Shell, tmp_path: Path) -> None
     assert due.out == "r/weight_v000003 is less than 2 versions after the newest full\n"
 
 
+def test_c81_a_loop_of_symbolic_links_in_a_run_stopped_every_command(
+    run: Shell, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named, and the command goes on; what the link is below is listed once."""
+    store = run.root / "store"
+    for place in ("runs", "runs/r", "runs/r/e0002", "runs/r/fulls", "channels", "replicas", "pins"):
+        (store / place).mkdir(exist_ok=True)
+        (store / place / "self").symlink_to("self")
+        (store / place / "up").symlink_to("..")
+    for command, named in (
+        (("gc", *options(run)), "runs/r/e0002/self"),
+        (("gc", *options(run), "--dry-run"), "runs/r/e0002/up"),
+        (("status", "--store", run.store), "runs/self"),
+        (("status", "--store", run.store), "replicas/up"),
+        (("inspect", "r", "--store", run.store), "runs/r/fulls/self"),
+        (("verify", "r", "--store", run.store), "runs/r/fulls/up"),
+        (("versions", *options(run)), None),
+        (("doctor", "--store", run.store), "channels/self"),
+        (("compact", *options(run), "--base", run.base), None),
+        (("anchor", *options(run), "--base", run.base), "runs/r/fulls/self"),
+        (("publish", run.learn("more"), *options(run), "--base", run.base), None),
+    ):
+        caplog.clear()
+        said = run(*command)
+        assert said.code == 0, (command, said)
+        assert named is None or f"{store / named} " in caplog.text, command
+    assert [row["run"] for row in run("status", "--store", run.store, "--json").json["runs"]] == ["r"]
+
+
 def test_a_checkpoint_must_be_the_version_to_the_bit(run: Shell, tmp_path: Path) -> None:
     before = files(run, "")
     said = run("anchor", *options(run), "--from-checkpoint", run.root / "v1")

@@ -554,6 +554,20 @@ async def test_deletions_are_remembered_for_weeks_and_forgotten(cloud: Cloud) ->
     await store.close()
 
 
+async def test_c81_a_loop_of_symbolic_links_on_the_mount_ended_every_listing(
+    cloud: Cloud, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = cloud.store("a", visible_after=60.0)
+    await store.create("runs/a/k", b"x")
+    root = cloud.container("a").root
+    (root / "runs" / "loop").symlink_to("loop")
+    (root / "runs" / "a" / "up").symlink_to("..")
+    assert await store.list("") == [Entry("runs/a/k", 1)]
+    assert await store.folders("runs/") == ["a"]
+    assert any(str(root / "runs" / "loop") in record.getMessage() for record in caplog.records)
+    await store.close()
+
+
 async def test_hints_cost_one_entry_and_leave_nothing(cloud: Cloud) -> None:
     store, other = cloud.store("a"), cloud.store("b")
     await store.replace("replicas/r", b"0")

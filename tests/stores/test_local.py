@@ -295,6 +295,46 @@ async def test_files_of_others_are_no_objects(tmp_path: Path) -> None:
     assert [entry.key for entry in await store.list("")] == ["a/k"]
 
 
+async def test_c81_a_loop_of_symbolic_links_ended_every_listing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is named once, and passed over: a link to itself, two to each other, one to where it lies in."""
+    store = local(tmp_path)
+    for key in ("runs/a/e1/k", "runs/b/k", "runs/plain"):
+        await store.create(key, b"data")
+    loops = {
+        "runs/self": "self", "runs/ping": "pong", "runs/pong": "ping", "runs/a/up": "..", "runs/a/top": "../..",
+        "runs/a/e1/here": ".", "runs/above": str(tmp_path.parent),
+    }  # fmt: skip
+    for key, target in loops.items():
+        (tmp_path / key).symlink_to(target)
+    os.mkfifo(tmp_path / "runs" / "a" / "pipe")
+    for _ in range(2):
+        assert [entry.key for entry in await store.list("")] == ["runs/a/e1/k", "runs/b/k", "runs/plain"]
+        assert [entry.key for entry in await store.list("runs/a/e")] == ["runs/a/e1/k"]
+        assert await store.folders("runs/") == ["a", "b"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(loops) + 1
+    for key in [*loops, "runs/a/pipe"]:
+        assert any(str(tmp_path / key) in text for text in said), key
+
+
+async def test_c81_links_that_come_round_by_way_of_each_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link to another directory is followed, also to one outside, but for where it leads back."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    store = local(root)
+    await store.create("a/k", b"data")
+    (outside / "deep").mkdir(parents=True)
+    (outside / "o").write_bytes(b"data")
+    (root / "a" / "out").symlink_to(outside)
+    (outside / "deep" / "back").symlink_to(root / "a")
+    assert [entry.key for entry in await store.list("")] == ["a/k", "a/out/o"]
+    (record,) = caplog.records
+    assert "a/out/deep/back" in record.getMessage()
+
+
 async def test_stale_temporaries_are_swept(tmp_path: Path) -> None:
     await local(tmp_path).create("a", b"")
     directory = tmp_path / ".stitch" / "tmp"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import random
 import threading
@@ -24,6 +25,7 @@ from stitch_core.stores.sources import source_chunks
 from .errors import translate
 
 T = TypeVar("T")
+logger = logging.getLogger("stitch")
 
 DEADLINE = 120.0
 """Seconds that a reload or a commit may wait for files to be closed."""
@@ -255,7 +257,8 @@ class MountedFiles:
         """What is in a directory, and whether each is a directory; nothing where there is none."""
         try:
             with self._mount.using(), os.scandir(self._at(folder)) as rows:
-                return sorted((row.name, row.is_dir()) for row in rows)
+                # Not followed, as in a walk: a link may lead round in a circle, and Stitch makes none.
+                return sorted((row.name, row.is_dir(follow_symlinks=False)) for row in rows)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -273,8 +276,14 @@ class MountedFiles:
             for directory, _, names in os.walk(self._at(folder)):
                 for name in names:
                     at = os.path.join(directory, name)
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         found.append((os.path.relpath(at, self.root), os.stat(at).st_size))
+                    except FileNotFoundError:
+                        pass
+                    except OSError as error:
+                        if error.errno != errno.ELOOP:
+                            raise
+                        logger.warning("%s is a loop of symbolic links: it is no object", at)
         return found
 
     def write(self, path: str, source: Buffer | FileSource) -> None:
