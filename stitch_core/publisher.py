@@ -38,6 +38,7 @@ from .ports import (
     RunBlocking,
     Store,
     StoreError,
+    Unavailable,
     WriteRefused,
 )
 from .records import How
@@ -49,6 +50,9 @@ from .versions import check_run_id
 T = TypeVar("T")
 
 CLAIM_ATTEMPTS = 16
+
+PROBE = "claim-"
+"""How the name of an object begins that a claim creates to see whether it can, and removes again."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ class Publisher:
             if to >= head.number:
                 raise ClaimRefused(f"run {self.run} is at version {head.number}: {to} is not before it")
             manifest = await self._call(lambda: self._chain.manifest(self.run, head))
+            await self._check_writable(head)
             claimed = head.taken_back(to).claimed(self._nonce(), self._clock.time())
             return await self._take(tag, claimed, manifest)
 
@@ -242,7 +247,27 @@ class Publisher:
         )
         if asked.saved is not None and asked.override:
             head = head.going_on_from(asked.saved)
+        await self._check_writable(head)
         return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
+
+    async def _check_writable(self, head: Head) -> None:
+        """A new object is created and removed again: one that can only be replaced would swap the head.
+
+        It lies below the next epoch, where a collector finds what a process that died leaves.
+        """
+        nonce = self._nonce()
+        key = run_prefix(self.run) + payload_prefix(0, head.epoch + 1) + PROBE + nonce
+        try:
+            await self._create(key, nonce.encode())
+        except Unavailable:
+            raise
+        except StoreError as error:
+            raise ClaimRefused(
+                f"run {self.run} cannot be claimed: its store takes no new objects ({error}). No writer was "
+                "fenced"
+            ) from error
+        with contextlib.suppress(StoreError):  # who may not delete may still publish
+            await self._store.delete(key)
 
     async def _take(self, expected: str | None, head: Head, manifest: Manifest) -> _Claim | None:
         try:

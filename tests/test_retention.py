@@ -17,7 +17,7 @@ from stitch_core.manifest import FormatError, Manifest, canonical_json, run_pref
 from stitch_core.pins import Pin, pin_key
 from stitch_core.planner import Planner
 from stitch_core.ports import Entry, Stamp, StoreError, Unavailable
-from stitch_core.publisher import Fenced
+from stitch_core.publisher import PROBE, Fenced
 from stitch_core.retention import BATCH, LOOK_AGAIN, Collector, Sweep
 from stitch_core.retry import Retry
 from stitch_core.stores.local import LocalStore
@@ -186,6 +186,20 @@ async def test_c80_a_store_that_dates_objects_and_tells_no_time_is_not_collected
 async def test_two_floors_are_kept_however_short_the_grace(run: Run) -> None:
     run.clock.now += 365 * DAY
     assert (await collect(run, grace=0.0)).floor == 6
+
+
+async def test_c81_what_a_claim_left_that_tried_whether_it_can_write_goes_after_the_next_claim(
+    run: Run,
+) -> None:
+    left = f"runs/r/e0002/weight_v000000/{PROBE}1"
+    run.memory.state.objects[left] = b""
+    await collect(run)
+    assert left in run.memory.state.objects
+    for epoch in (2, 3):
+        await run.claim()
+        assert run.publisher.epoch == epoch
+    await collect(run)
+    assert left not in run.memory.state.objects
 
 
 async def test_a_run_without_a_second_floor_loses_nothing(tmp_path: Path) -> None:

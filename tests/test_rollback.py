@@ -19,7 +19,7 @@ from stitch_core.head import Head
 from stitch_core.manifest import Manifest
 from stitch_core.payload import Payload
 from stitch_core.ports import Store, StoreError, SystemClock, Unavailable, WriteRefused
-from stitch_core.publisher import ClaimRefused, Fenced, PublishError
+from stitch_core.publisher import PROBE, ClaimRefused, Fenced, PublishError
 from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
@@ -421,7 +421,8 @@ async def test_c35_a_supervisor_restarts_the_trainer_while_the_rollback_uploads(
 
     class Restarted(FaultyStore):
         async def create(self, key: str, source: object) -> None:
-            await other.publisher(store).claim(other.version0, saved=1)
+            if PROBE not in key:
+                await other.publisher(store).claim(other.version0, saved=1)
             await super().create(key, source)  # type: ignore[arg-type]
 
     with pytest.raises(Fenced, match="another writer has claimed run r"):
@@ -435,8 +436,14 @@ async def test_a_full_store_left_a_rollback_half_done_and_did_not_say_so(trainer
     chain = await published(trainer, store, 4)
 
     def full(index: int, name: str, key: str) -> Exception | None:
-        return WriteRefused(f"{key} cannot be written (ENOSPC)") if name == "create" else None
+        no_room = name == "create" and (filled or PROBE not in key)
+        return WriteRefused(f"{key} cannot be written (ENOSPC)") if no_room else None
 
+    filled = True
+    with pytest.raises(ClaimRefused, match="ENOSPC"):
+        await roll_back(trainer, FaultyStore(store, full), 2)
+    assert ((await head_of(store)).epoch, (await head_of(store)).abandoned) == (1, ())
+    filled = False  # but before its files are there
     words = "not published: .*ENOSPC.*fenced by now, versions 3 to 4 are given up, .*: make it again"
     with pytest.raises(PublishError, match=words):
         await roll_back(trainer, FaultyStore(store, full), 2)

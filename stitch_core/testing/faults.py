@@ -25,6 +25,19 @@ class Outage:
 
 
 @dataclass(frozen=True)
+class Lack:
+    """From ``start`` to ``end`` (virtual seconds) the store refuses what ``host`` (None: anybody) writes.
+
+    ``what``: "create", as on a mount that has lost its hard links, or "write", as on one that is read-only.
+    """
+
+    start: float
+    end: float
+    host: str | None = None
+    what: Literal["create", "write"] = "write"
+
+
+@dataclass(frozen=True)
 class FaultPlan:
     """Rates are probabilities for one operation; ``*_every`` are mean seconds between events, 0 for never.
 
@@ -55,6 +68,7 @@ class FaultPlan:
     """A read of a file in the store answers other bytes: one bit flipped, the end missing, or zeros."""
     late: float = 60.0
     outages: tuple[Outage, ...] = ()
+    lacks: tuple[Lack, ...] = ()
 
     crash: float = 0.0
     """A process dies at a change to a file: before, in the middle of, or after it."""
@@ -102,6 +116,12 @@ class FaultPlan:
             who = random.choice([None, *names])
             return Outage(start, min(quiet_after, start + random.uniform(1, 300)), who)
 
+        def lack() -> Lack:
+            start = random.uniform(0, quiet_after)
+            host = random.choice([None, *(name.partition("#")[0] for name in names)])
+            end = min(quiet_after, start + random.uniform(1, 300))
+            return Lack(start, end, host, random.choice(("create", "write")))
+
         return cls(
             quiet_after=quiet_after,
             latency=random.choice([0.001, 0.02, 0.2, 1.0]),
@@ -129,6 +149,7 @@ class FaultPlan:
             caller_dies=rate(0.2),
             store_bad_read=rate(0.3),
             engine_other_weights=rate(1.0),
+            lacks=tuple(lack() for _ in range(random.choice([0, 0, 0, 2]))),
         )
 
     def __str__(self) -> str:
@@ -200,6 +221,14 @@ class Faults:
         at = self.random.randrange(len(data))
         flipped = bytes([data[at] ^ 1 << self.random.randrange(8)])
         return self.random.choice((data[:at] + flipped + data[at + 1 :], data[:at], bytes(len(data))))
+
+    def refused(self, who: str, what: str) -> bool:
+        """Whether the store refuses a write of this kind to ``who`` now."""
+        now, host = self._time(), who.partition("#")[0]
+        return any(
+            lack.start <= now < lack.end and lack.host in (None, host) and lack.what in ("write", what)
+            for lack in self.plan.lacks
+        )
 
     def crash_moment(self) -> Moment | None:
         """When, in the change to a file that is about to happen, the process dies; None: it does not."""

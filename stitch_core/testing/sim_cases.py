@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from ..head import Head, head_key
 from ..manifest import run_prefix
 from ..ports import Unavailable
 from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
+from .faults import Lack
 from .sim_http import Response
 from .sim_random import all_is_well, point
 from .sim_replica import SimulatedReplica
@@ -274,6 +276,31 @@ async def c31_a_swap_that_lands_late(world: World) -> None:
     assert late
 
 
+async def c81_a_mount_that_lost_a_capability(world: World) -> None:
+    """It takes swaps, and no new objects; or nothing. Who claims there is refused, and the writer goes on."""
+    random = world.random
+    old, new = (SimulatedTrainer(world, name, "a", versions=n) for name, n in (("old", 6), ("new", 9)))
+    replica = SimulatedReplica(world, "r", Follow("a"))
+    task = asyncio.ensure_future(old.supervise())
+    await until(world, lambda: head_number(world) >= 1, "version 1")
+    lack = Lack(0.0, float("inf"), "new", random.choice(("create", "write")))
+    world.faults.plan = replace(world.faults.plan, lacks=(lack,))
+    async with fleet(world, [new], [replica]):
+        await until(world, old.done.is_set, "the old trainer ends")
+        await task
+        assert old.fenced is None
+        assert {manifest.epoch for manifest in world.judge.versions.values()} == {1}
+        # The mount of a writer loses it, and gets it back, between any two calls.
+        world.faults.plan = replace(world.faults.plan, lacks=())
+        while head_number(world) < 9:
+            await asyncio.sleep(random.uniform(0, 20))
+            now = world.loop.time()
+            lack = Lack(now, now + random.uniform(0, 20), "new", random.choice(("create", "write")))
+            world.faults.plan = replace(world.faults.plan, lacks=(lack,))
+        world.faults.plan = replace(world.faults.plan, lacks=())
+        await serves(world, replica, 9)
+
+
 def quietly(call: Callable[[], object]) -> None:
     """A write that lands late, and may find that another one was faster."""
     try:
@@ -291,4 +318,5 @@ CASES = [
     c30_claim_a_publish_claim_b_claim_a,
     c31_a_swap_that_lands_late,
     c36_the_new_run_is_asked_for_before_the_switch_is_seen,
+    c81_a_mount_that_lost_a_capability,
 ]

@@ -19,6 +19,7 @@ from .sim_http import Response
 from .sim_store import SimulatedBucket
 
 _HEAD = re.compile(r"runs/([^/]+)/head\Z")
+_PAYLOAD = re.compile(r"runs/([^/]+)/e(\d+)/")
 _CREATE_ONLY = re.compile(r"runs/[^/]+/(manifests/|e\d+/|(fulls|spans)/\d)")
 
 
@@ -44,6 +45,7 @@ class Judge:
         self.refused: dict[str, int] = {}
         self._bucket = bucket
         self._chain: dict[str, Manifest] = {}
+        self._created: set[tuple[str, str, int]] = set()
         bucket.observers.append(self._written)
 
     def broken(self, rule: str, what: str) -> None:
@@ -62,6 +64,8 @@ class Judge:
     def _written(self, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
         if _CREATE_ONLY.match(key) and old is not None and new is not None and old != new:
             self.broken("truth: written once", f"{who} changed {key}")
+        if old is None and (match := _PAYLOAD.match(key)):
+            self._created.add((who, match[1], int(match[2])))
         if match := _HEAD.match(key):
             self._head_moved(match[1], old, new, who)
 
@@ -83,6 +87,8 @@ class Judge:
             if head.writer == before.writer:
                 self.broken("truth: a claim is new", f"{who}: {head}")
             self._check_given_up(run, before, head, who)
+            if (who, run, head.epoch) not in self._created and self._bucket.faults.refused(who, "create"):
+                self.broken("independence: who cannot write fences no writer", f"{who}: {head}")
         else:
             if head.number < before.number or (head.epoch, head.writer) != (before.epoch, before.writer):
                 self.broken("truth: one writer, upwards", f"{who}: {before} -> {head}")

@@ -14,6 +14,7 @@ from ..head import Channel
 from ..lineage import NoPlan, Source, cheapest_plan
 from ..manifest import Manifest, floor_number, read_payload_key, run_prefix
 from ..pins import Pin
+from ..publisher import PROBE
 from ..records import Record, place_of
 from ..retention import LOOK_AGAIN
 from ..versions import PolicyVersion
@@ -98,6 +99,8 @@ class Keeper:
     def _deleted(self, run: str, key: str, who: str, now: float) -> None:
         judge = self.world.judge
         relative = key.removeprefix(run_prefix(run))
+        if relative.rpartition("/")[2].startswith(PROBE):
+            return
         payload, place = read_payload_key(relative), place_of(relative)
         number = payload[0] if payload else place[1] if place else None
         if number is None:

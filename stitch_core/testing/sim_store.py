@@ -24,6 +24,7 @@ from ..ports import (
     Stamp,
     StoreError,
     Unavailable,
+    WriteRefused,
 )
 from ..stores.keys import check_key, check_prefix, check_range
 from ..stores.sources import source_chunks
@@ -178,6 +179,10 @@ class SimulatedStore:
     async def _write(self, what: str, key: str, effect: Callable[[], T]) -> T:
         self._process.check()
         loop, faults = self._bucket.loop, self._bucket.faults
+        if faults.refused(self._process.name, what):
+            self._bucket.on_call(self._process, what, key)
+            await asyncio.sleep(faults.latency())
+            raise WriteRefused(f"{what} {key}: not possible from here")
 
         def land_later(seconds: float) -> None:
             loop.call_later(seconds + faults.random.random() * faults.plan.late, land_late, context=OUTSIDE)

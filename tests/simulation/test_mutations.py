@@ -173,7 +173,12 @@ def claims_without_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def claims_with_an_old_nonce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "nonce", lambda self: "always the same")
+    monkeypatch.setattr(World, "nonce", lambda self: "always-the-same")
+
+
+@method(Publisher, "_check_writable")
+async def claims_without_trying_to_write(self: Publisher, head: Head) -> None:
+    pass
 
 
 @method(DeltaEncoder, "undo")
@@ -239,6 +244,7 @@ WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
 GIVEN_UP = {"truth: what was given up stays so"}
+UNABLE = "independence: who cannot write fences no writer"
 PAUSE = "short pause: nothing but the copy"
 ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
 
@@ -272,6 +278,8 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         pytest.param(moves_the_head_without_a_condition, "anything", CHAIN, marks=SLOW),
         (claims_without_an_epoch, "anything", {"truth: a claim changes nothing"}),
         (claims_with_an_old_nonce, "c07", {"truth: a claim is new"}),
+        (claims_without_trying_to_write, "c81", {UNABLE, "scenario: c81", "scenario: it goes on"}),
+        (claims_without_trying_to_write, "anything", {UNABLE}),
         (resumes_in_what_was_given_up, "c35", {"scenario: it goes on", "scenario: c35"}),
         (forgets_what_was_given_up, "c35", GIVEN_UP),
         (gives_up_nothing_before_it_uploads, "c35", GIVEN_UP),

@@ -13,10 +13,12 @@ import pytest
 from stitch_core.chain import ChainReader, NoHead
 from stitch_core.files import PosixFiles
 from stitch_core.ports import AlreadyExists, NoStore, NotFound, StoreError, Unavailable, WriteRefused
+from stitch_core.publisher import ClaimRefused
 from stitch_core.stores.identity import Identity
 from stitch_core.stores.local import LocalStore
 from stitch_core.stores.probe import Unsupported, probe
 from stitch_core.testing.stores import StoreTests
+from tests.small_run import Trainer
 from tests.stores.test_local_processes import finish, go, start
 
 
@@ -25,6 +27,14 @@ class Lacking(PosixFiles):
 
     def __init__(self, **missing: int) -> None:
         self.missing = missing
+
+    def write_new(self, path: Path, data: Any) -> None:
+        self._fail("write_new", path)
+        super().write_new(path, data)
+
+    def write_at(self, path: Path, offset: int, data: Any) -> None:
+        self._fail("write_at", path)
+        super().write_at(path, offset, data)
 
     def _fail(self, name: str, path: Path) -> None:
         if name in self.missing:
@@ -211,6 +221,30 @@ def test_probe_of_names(how: str, tmp_path: Path) -> None:
 
     (said,) = probe(Fat(), tmp_path, "nonce").limits
     assert "names are not kept as written" in said
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"link": errno.EPERM}, {"link": errno.EOPNOTSUPP}, {"write_new": errno.EROFS}, {"rename": errno.ENOSYS},
+     {"write_at": errno.EPERM}, {"lock": errno.ENOLCK}],
+    ids=str,
+)  # fmt: skip
+async def test_c81_a_claim_on_a_mount_that_lost_a_capability_fenced_the_trainer(
+    missing: dict[str, int], tmp_path: Path
+) -> None:
+    """The head could be swapped where no object can be created: then neither of the two could publish."""
+    trainer = Trainer(tmp_path)
+    working = trainer.publisher(local(tmp_path / "store"))
+    await working.claim(trainer.version0)
+    lost = trainer.publisher(local(tmp_path / "store", Lacking(**missing)))
+    with pytest.raises(ClaimRefused):
+        await lost.claim(trainer.version0)
+    with pytest.raises(ClaimRefused):
+        await lost.take_back(-1)
+    manifest = await trainer.publish(working)
+    assert (manifest.number, manifest.epoch) == (1, 1)
+    left = list((tmp_path / "store").rglob("claim-*"))
+    assert bool(left) == ("lock" in missing), "who may not delete leaves it for the collector"
 
 
 # ------------------------------------------------------------------------------------------ a lost root
