@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from ..checkpoint import Checkpoint
 from ..files import PosixFiles
+from ..mounts import mount_kind
 from ..ports import NoStore, Store
 from ..stores.dated import date_of_new
 from ..stores.identity import read_identity
@@ -31,7 +32,7 @@ from .common import (
     table,
 )
 from .doctor_store import Finding, Report, StoreChecks, milliseconds
-from .mounts import directory_of, is_read_only, mount_kind
+from .mounts import directory_of, is_read_only
 
 PLACE = ".stitch-doctor-"
 LEFT_AFTER = 3600.0

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..mounts import mount_kind
+
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -54,23 +56,8 @@ def _headroom(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
 def free_room(path: Path, root: Path = Path("/")) -> int:
     """Bytes that can be written below ``path``: no more than the memory, where that is a tmpfs."""
     status = os.statvfs(path)
-    free = status.f_bavail * status.f_frsize
-    return min(free, available_memory(root)) if _kind(path, root) in ("tmpfs", "ramfs") else free
-
-
-def _kind(path: Path, root: Path) -> str:
-    """The type of the file system, from proc_pid_mounts(5); "" where that is not told."""
-    try:
-        lines = (root / "proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    path, found = path.resolve(), ("", "")
-    for line in lines:
-        _, at, kind, *_ = line.split()
-        at = at.replace("\\040", " ")
-        if len(at) >= len(found[0]) and (path == Path(at) or Path(at) in path.parents):
-            found = at, kind
-    return found[1]
+    free, kind = status.f_bavail * status.f_frsize, mount_kind(path, root / "proc/self/mounts")
+    return min(free, available_memory(root)) if kind in ("tmpfs", "ramfs") else free
 
 
 def gib(nbytes: int) -> str:

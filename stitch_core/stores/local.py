@@ -59,7 +59,10 @@ PRIVATE = ".stitch"
 STALE_AFTER = 24 * 3600.0
 """Seconds after which a temporary file is taken for the leftover of a process that died."""
 
-REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NOT_POSSIBLE = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What a mount answers that lacks what all disks have: in place of a file system it may be a bucket."""
+
+REFUSED = NOT_POSSIBLE | {errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """What comes at once and leaves nothing, when it comes before an object is in its place."""
 
 VANISHED = 16
@@ -241,6 +244,7 @@ class LocalStore:
         if error is not None:
             self._mount.say(
                 f"{self.root} has no hard links ({error}): objects are created under a lock instead"
+                f"{self._mount.advice}"
             )
         identity = Identity(secrets.token_hex(8), "link" if error is None else "lock")
         path = self.root / PRIVATE / FILE
@@ -375,7 +379,8 @@ class LocalStore:
                 self._check_identity()
             if error.errno in REFUSED:
                 where = error.filename or path
-                raise WriteRefused(f"{where} cannot be written ({error_text(error)})") from error
+                advice = self._mount.advice if error.errno in NOT_POSSIBLE else ""
+                raise WriteRefused(f"{where} cannot be written ({error_text(error)}){advice}") from error
             raise _unavailable(path, error) from error
 
     def _persist(self, operation: Callable[..., T], path: Path, *args: Any) -> T:

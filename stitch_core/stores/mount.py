@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..mounts import mount_kind
 from ..ports import Files
 from .probe import NO_DIRECTORY_SYNC, NO_LINKS, NO_LOCKS, NOT_THERE, Unsupported, error_text
 
@@ -20,6 +21,17 @@ class Mount:
         self.root, self._files = root, files
         self._said: set[str] = set()
 
+    @property
+    def advice(self) -> str:
+        """What is to be said beside a refusal: nothing, but where the directory may be a bucket."""
+        kind = mount_kind(self.root)
+        if kind != "fuse" and not kind.startswith("fuse."):
+            return ""
+        return (
+            f"; {self.root} is on a mount of kind {kind}: where that is a bucket (Mountpoint for S3, "
+            "gcsfuse, s3fs), name the bucket itself as the store, s3://BUCKET/PREFIX, not this directory"
+        )
+
     def link(self, source: Path, target: Path) -> None:
         """FileExistsError if ``target`` is there."""
         try:
@@ -29,7 +41,7 @@ class Mount:
                 raise
             raise Unsupported(
                 f"{self.root} was begun where hard links work, and here they do not ({error_text(error)}): "
-                "write from such a machine, or begin a new store here"
+                f"write from such a machine, or begin a new store here{self.advice}"
             ) from error
 
     def rename(self, source: Path, target: Path) -> None:
@@ -41,7 +53,7 @@ class Mount:
                 raise
             raise Unsupported(
                 f"files cannot be renamed in {self.root} ({error_text(error)}), which a store needs: use "
-                "another directory, or a store of another kind"
+                f"another directory, or a store of another kind{self.advice}"
             ) from error
 
     @contextlib.contextmanager
@@ -55,7 +67,7 @@ class Mount:
                     raise
                 raise Unsupported(
                     f"{self.root} has no file locks ({error_text(error)}), so it can be read from here and "
-                    "not written: use another directory, or a store of another kind"
+                    f"not written: use another directory, or a store of another kind{self.advice}"
                 ) from error
             yield
 

@@ -23,7 +23,7 @@ def list_objects(root: Path, files: Files, odd: Odd, prefix: str) -> list[Entry]
     found: list[Entry] = []
     folder = prefix.rpartition("/")[0]
     # With each folder the real places that lead there: its own, and of those that its links lie in.
-    pending = [(folder + "/" if folder else "", (_real(root / folder),))]
+    pending: list[tuple[str, tuple[Path, ...]]] = [(folder + "/" if folder else "", (_real(root / folder),))]
     while pending:
         folder, places = pending.pop()
         try:

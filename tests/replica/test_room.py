@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_the_older_kind_of_groups(tmp_path: Path) -> None:
     }  # fmt: skip
     cgroup = "5:cpu,cpuacct:/x\n4:memory:/a\n"
     assert available_memory(machine(tmp_path, cgroup, {"memory/a": group})) == 3 * GIB // 2
+
+
+def test_c42_a_mount_whose_name_is_not_utf8_or_has_a_tab_ended_staging(tmp_path: Path) -> None:
+    root = machine(tmp_path / "root", "0::/\n", {}, free=1 << 20)
+    place = tmp_path / "a\tb"
+    place.mkdir()
+    at = os.fsencode(tmp_path) + b"/a\\011b"
+    lines = b"/dev/a / ext4 rw 0 0\nx /mnt/\xff\xfe zfs rw 0 0\nx " + at + b" tmpfs rw 0 0\n"
+    (root / "proc/self/mounts").write_bytes(lines)
+    assert free_room(place, root) == 1 << 20
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])

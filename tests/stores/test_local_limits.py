@@ -223,6 +223,65 @@ def test_probe_of_names(how: str, tmp_path: Path) -> None:
     assert "names are not kept as written" in said
 
 
+class Mountpoint(Lacking):
+    """Of Mountpoint for S3: a file is written once, from its start, and is never renamed nor removed."""
+
+    kind = "fuse"
+
+    def __init__(self) -> None:
+        super().__init__(
+            link=errno.EPERM, rename=errno.ENOSYS, write_at=errno.EPERM, remove=errno.EPERM,
+            lock=errno.EINVAL, directory_sync=errno.ENOSYS,
+        )  # fmt: skip
+
+    def remove(self, path: Path) -> None:
+        self._fail("remove", path)
+
+
+class Gcsfuse(Lacking):
+    """Takes writes anywhere, by sending the whole object again; has no links, and locks of this host only."""
+
+    kind = "fuse.gcsfuse"
+
+    def __init__(self) -> None:
+        super().__init__(link=errno.ENOSYS)
+
+
+class S3fs(Lacking):
+    kind = "fuse.s3fs"
+
+    def __init__(self) -> None:
+        super().__init__(link=errno.EOPNOTSUPP, directory_sync=errno.EINVAL)
+
+
+@pytest.mark.parametrize("kind", [Mountpoint, Gcsfuse, S3fs])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_c81_a_mounted_bucket_did_not_say_which_kind_of_store_to_use(
+    kind: type[Lacking], begun: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By an error where it cannot hold a store, by a warning where only one host may write it."""
+    monkeypatch.setattr("stitch_core.stores.mount.mount_kind", lambda path: kind.kind)
+    if begun:  # by a copy of a store that was begun on a disk
+        await local(tmp_path).create("runs/r/k", b"data")
+    store, said = local(tmp_path, kind()), ""
+    for write in (store.create("runs/r/new", b"data"), store.swap("runs/r/head", None, b"data")):
+        try:
+            await write
+        except WriteRefused as error:
+            said += str(error)
+    said += "".join(record.getMessage() for record in caplog.records)
+    assert "s3://BUCKET/PREFIX" in said
+    assert str(tmp_path) in said
+    assert f" {kind.kind}:" in said
+
+
+async def test_c81_a_disk_is_not_taken_for_a_bucket(tmp_path: Path) -> None:
+    with pytest.raises(WriteRefused) as error:
+        await local(tmp_path, Lacking(write_new=errno.EPERM)).create("k", b"data")
+    assert "s3://" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "missing",
     [{"link": errno.EPERM}, {"link": errno.EOPNOTSUPP}, {"write_new": errno.EROFS}, {"rename": errno.ENOSYS},
