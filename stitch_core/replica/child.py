@@ -1,7 +1,8 @@
 """A child process that carries out commands one at a time, so that their work is off the parent's GIL.
 
 Both ends: JSON lines on the child's stdin and stdout. ``{"result": ...}`` or ``{"error": text, "kind":
-name}`` ends a command, any other message before that is a note. The child exits when its stdin ends.
+name}`` ends a command, any other message before that is a note; after one with ``"waits": true`` the child
+waits for a line. The child exits when its stdin ends.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ class Child:
     """The parent's end. Started by the first call, and by the next one after it died. Owned by one task."""
 
     def __init__(
-        self, module: str, arguments: tuple[str, ...], note: Callable[[Json], None] = lambda message: None
+        self,
+        module: str,
+        arguments: tuple[str, ...],
+        note: Callable[[Json], None] = lambda message: None,
+        waited_for: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """``waited_for`` is awaited after a note with which the child waits."""
         self._command = (sys.executable, "-m", module, *arguments)
-        self._note = note
+        self._note, self._waited_for = note, waited_for
         self._process: Process | None = None
 
     @property
@@ -85,11 +91,8 @@ class Child:
             await process.wait()
 
     async def _converse(self, process: Process, command: Json) -> Any:
-        assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # a child that is gone shows at the read
-            process.stdin.write(json.dumps(command).encode() + b"\n")
-            await process.stdin.drain()
+        await self._send(process, command)
         while line := await process.stdout.readline():
             message = json.loads(line)
             if "error" in message:
@@ -97,8 +100,22 @@ class Child:
             if "result" in message:
                 return message["result"]
             self._note(message)
+            if message.get("waits"):
+                if self._waited_for is not None:
+                    await self._waited_for()
+                await self._send(process, {})
         self._process = None
         raise CommandFailed(f"the child process ended with status {await process.wait()}")
+
+    async def _send(self, process: Process, message: Json) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # a child that is gone shows at the read
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            await process.stdin.drain()
+
+
+_received: asyncio.Queue[Json] = asyncio.Queue()
+"""What the parent sent to this process, if it is a child."""
 
 
 def tell(**message: Any) -> None:
@@ -107,21 +124,26 @@ def tell(**message: Any) -> None:
     sys.stdout.flush()
 
 
+async def ask(**message: Any) -> None:
+    """The child's end: a note; returns when the parent has done what is due after it."""
+    tell(**message, waits=True)
+    await _received.get()
+
+
 async def obey(answer: Callable[[Json], Awaitable[Any]]) -> None:
     """The child's end: answer commands. Never returns, since the end of stdin ends the process."""
     # A signal to the process group is the parent's to act upon.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    commands: asyncio.Queue[Json] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         for line in sys.stdin:
-            loop.call_soon_threadsafe(commands.put_nowait, json.loads(line))
+            loop.call_soon_threadsafe(_received.put_nowait, json.loads(line))
         os._exit(0)
 
     reading = loop.run_in_executor(None, read)
     while not reading.done():
-        command = await commands.get()
+        command = await _received.get()
         try:
             result = await answer(command)
         except Exception as error:  # the parent decides what a failure means

@@ -28,7 +28,7 @@ from .anchoring import ReplicaAnchors
 from .fetching import Fetcher
 from .problem import Problem, noted
 from .progress import now_and_then
-from .staging import Staged, Stager, Staging, WrongBase
+from .staging import Announce, Staged, Stager, Staging, WrongBase, tell_nobody
 
 KEPT_UPDATES = 512
 LEAST_GAP = 0.05
@@ -86,6 +86,7 @@ class Reconciler:
     first_backoff: float = 0.5
     max_backoff: float = 30.0
     on_update: Callable[[], None] = lambda: None
+    on_fetch: Announce = tell_nobody
     on_activated: Callable[[Update], None] = lambda _: None
     say: Callable[[str], None] = lambda _: None
     fetcher: Fetcher | None = None
@@ -205,7 +206,7 @@ class Reconciler:
             return False
         if self._prepared is None or self._prepared[0].manifest.digest() != target.digest():
             self._prepared = None
-            staged = await self._stager.stage(target)
+            staged = await self._stager.stage(target, self.on_fetch)
             prepared = await self._activator.prepare(target, staged.table, staged.directory)
             self._prepared = (prepared, staged)
         prepared, staged = self._prepared

@@ -8,10 +8,13 @@ from collections.abc import Awaitable, Callable
 
 from ..manifest import canonical_json
 from ..ports import Clock, Store, StoreError
+from ..retry import Retry, retrying
 from ..versions import check_run_id
 from .activation import ReplicaFailed
 from .admission import Gate
 from .reconciler import Reconciler
+
+ONCE = Retry(attempts=1)
 
 
 def replica_key(replica_id: str) -> str:
@@ -31,22 +34,41 @@ class Announcer:
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
         self._withdrawn = False
-        reconciler.on_update = self._changed.set
+        self._telling: asyncio.Task[None] | None = None
+        reconciler.on_update, reconciler.on_fetch = self._changed.set, self.fetching
 
     async def run(self) -> None:
         """Write the record at every activation and often enough that it does not expire, until withdrawn."""
-        while True:
+        while not self._withdrawn:
             self._changed.clear()
-            async with self._writing:
-                if self._withdrawn:
-                    return
-                record = self._reconciler.record(self._id, self._address, self._lifetime)
-                with contextlib.suppress(StoreError):
-                    await self._store.replace(self._key, canonical_json(record))
+            await self._write(ONCE)
             with contextlib.suppress(TimeoutError):
                 # Not all replicas of a fleet that was started at once in the same second.
                 async with asyncio.timeout(self._lifetime / 3 * self._reconciler.rng.uniform(0.6, 1.0)):
                     await self._changed.wait()
+
+    async def fetching(self) -> None:
+        """Write the record before what it says is fetched, so that no collector deletes it under the fetch.
+
+        Where that fails, or is not done within the record's lifetime, the fetch begins all the same: what was
+        planned just now is protected by the collector's grace, and a reader that meets a 404 plans again.
+        """
+        policy = Retry(attempts=4, deadline=self._lifetime)
+        self._telling = telling = asyncio.ensure_future(self._write(policy))
+        # Not cancelled: a write that is under way in a thread lands all the same.
+        await asyncio.wait({telling}, timeout=self._lifetime)
+        if telling.done() and not telling.cancelled():
+            telling.exception()  # which ``run`` will meet, too
+
+    async def _write(self, policy: Retry) -> None:
+        async def write() -> None:
+            record = self._reconciler.record(self._id, self._address, self._lifetime)
+            await self._store.replace(self._key, canonical_json(record))
+
+        async with self._writing:
+            if not self._withdrawn:
+                with contextlib.suppress(StoreError):
+                    await retrying(write, policy, self._reconciler.rng)
 
     async def withdraw(self) -> None:
         """Remove the record; a write that is under way must not land after that."""
@@ -54,6 +76,8 @@ class Announcer:
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(self._lifetime), self._writing:
                 await self._store.delete(self._key)
+        if self._telling is not None:
+            self._telling.cancel()
 
 
 async def live(

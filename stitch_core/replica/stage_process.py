@@ -15,7 +15,7 @@ from ..stores.cache import DEFAULT_BYTES
 from .boot import BootCheckpoint
 from .child import Child, CommandFailed
 from .stage_worker import marks_from_json, table_from_json
-from .staging import Staged, WrongBase
+from .staging import Announce, Staged, WrongBase, tell_nobody
 
 
 class StagingFailed(Exception):
@@ -43,7 +43,10 @@ class StagerProcess:
             arguments += ["--cache", str(cache), "--cache-bytes", str(cache_bytes)]
         if anchor_every is not None:
             arguments += ["--anchor-every", str(anchor_every)]
-        self._child = Child("stitch_core.replica.stage_worker", tuple(arguments), self._note)
+        self._announce: Announce = tell_nobody
+        self._child = Child(
+            "stitch_core.replica.stage_worker", tuple(arguments), self._note, lambda: self._announce()
+        )
         self._read: BootCheckpoint | None = None
 
     @property
@@ -58,8 +61,9 @@ class StagerProcess:
             self._read = BootCheckpoint(table_from_json(result["table"]), marks_from_json(result["marks"]))
         return self._read
 
-    async def stage(self, target: Manifest) -> Staged:
+    async def stage(self, target: Manifest, announce: Announce = tell_nobody) -> Staged:
         """As Stager.stage; every failure is StagingFailed, except WrongBase."""
+        self._announce = announce
         result = await self._call(do="stage", key=target.key, manifest=target.encode().decode())
         table, directory = table_from_json(result["table"]), Path(result["directory"])
         return Staged(result["bytes"], result["fetch"], result["apply"], directory, table)

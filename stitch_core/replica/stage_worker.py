@@ -22,7 +22,7 @@ from ..stores import open_store
 from ..stores.bounded import BoundedStore
 from ..stores.cache import DEFAULT_BYTES, DigestCache, opened_cache
 from .anchoring import ReplicaAnchors
-from .child import niceness, obey, spare_workers, tell
+from .child import ask, niceness, obey, spare_workers, tell
 from .fetching import Fetcher
 from .room import free_room
 from .staging import Stager
@@ -71,11 +71,15 @@ async def serve(
         fetcher=fetcher, anchors=anchors, room=free_room,
     )  # fmt: skip
 
+    async def announce() -> None:
+        await ask(activity="fetching", fetching=stager.fetching)
+
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
         if command["do"] == "boot":
             boot = await stager.boot()
             return {"table": table_to_json(boot.table), "marks": marks_to_json(boot.marks)}
-        staged = await stager.stage(Manifest.decode(command["manifest"].encode(), command["key"]))
+        target = Manifest.decode(command["manifest"].encode(), command["key"])
+        staged = await stager.stage(target, announce)
         return {
             "bytes": staged.bytes,
             "fetch": staged.fetch,

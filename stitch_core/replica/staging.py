@@ -6,7 +6,7 @@ Owned by the reconciler's task.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,7 +56,15 @@ class Staging(Protocol):
     @property
     def fetching(self) -> tuple[str, ...]: ...
     async def boot(self) -> BootCheckpoint: ...
-    async def stage(self, target: Manifest) -> Staged: ...
+    async def stage(self, target: Manifest, announce: Announce) -> Staged: ...
+
+
+Announce = Callable[[], Awaitable[None]]
+"""Tells others what ``fetching`` says; returns when they know, or cannot be told, and never raises."""
+
+
+async def tell_nobody() -> None:
+    """An Announce for what no collector runs beside, or what can do without anything that it fetches."""
 
 
 class Stager:
@@ -112,9 +120,10 @@ class Stager:
                 )
         return self._read
 
-    async def stage(self, target: Manifest) -> Staged:
+    async def stage(self, target: Manifest, announce: Announce = tell_nobody) -> Staged:
         """Afterwards the host checkpoint holds ``target``, verified; on any failure what it held, or nothing.
 
+        ``announce`` is awaited when ``fetching`` says what will be fetched, before the first byte is.
         A source whose bytes were not those of its record is used again when no other plan is left, after a
         delay; one that is not there (a collector may have taken it meanwhile) not in the next plan, if there
         is another. A source that is wrong by its own record is not used again by this process. Raises
@@ -126,10 +135,11 @@ class Stager:
         await self._open(version0)
         plan = await self._plan(target, version0)
         await self._run_blocking(self._check_room, plan)
-        began = self._clock.monotonic()
         self.fetching = tuple(source.digest() for source in plan.sources)
         try:
             self._activity("fetching")
+            await announce()
+            began = self._clock.monotonic()
             directories = await self._fetch(plan.sources)
             fetched = self._clock.monotonic()
             if self._anchors is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,17 @@ from ..compactor import Compactor
 from ..delta.sparse_layout import width_of
 from ..host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from ..lineage import NoPlan
-from ..manifest import canonical_json
+from ..manifest import read_payload_key, run_prefix
 from ..ports import Store, StoreError
+from ..records import place_of
 from ..replica.anchoring import ReplicaAnchors
-from ..replica.staging import Stager
+from ..replica.reconciler import Reconciler
+from ..replica.service import Announcer, replica_key
+from ..replica.staging import Announce, Stager, tell_nobody
 from ..retention import Collector
 from ..retry import Retry
 from ..spans import Shape
+from ..versions import PolicyVersion
 from .process import SimulatedProcess
 from .sim_keeper import hint
 from .sim_world import BOOT, DISK, LAYOUT, World
@@ -140,12 +145,13 @@ class SimulatedCompactor(SimulatedJob):
 
 
 class SlowStore:
-    """A store whose reads take ``seconds`` longer: a joiner behind a thin line."""
+    """A store whose reads take ``seconds`` longer: a joiner behind a thin line. ``asked`` is told of each."""
 
-    def __init__(self, store: Store, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
+    def __init__(self, store: Store, seconds: float, asked: Callable[[str], None]) -> None:
+        self._store, self._seconds, self._asked = store, seconds, asked
 
     async def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self._asked(key)
         await asyncio.sleep(self._seconds)
         return await self._store.read(key, start, length)
 
@@ -161,12 +167,15 @@ class _Staging(SimulatedJob):
 
     def _stager(self, process: SimulatedProcess, anchors: ReplicaAnchors | None = None) -> Stager:
         world, files = self.world, self.machine.files(process)
-        store = cast(Store, SlowStore(world.store(process), self.slow))
+        store = cast(Store, SlowStore(world.store(process), self.slow, self._asks_for))
         host = HostCheckpoint(self.root, files, nonce=world.nonce, batch_bytes=20, part_bytes=16, workers=1)
         return Stager(
             store, ChainReader(store), host, BOOT, files=files, clock=world.clock(), rng=world.random,
             run_blocking=world.loop.run_blocking, activity=lambda _: None, anchors=anchors,
         )  # fmt: skip
+
+    def _asks_for(self, key: str) -> None:
+        """It is about to read an object."""
 
     def _anchors(self, process: SimulatedProcess, every: int) -> Anchors:
         world = self.world
@@ -225,14 +234,18 @@ class SimulatedReader(_Staging):
                 say=lambda text: world.trace.add(f"{self.name}: {text}"),
             )  # fmt: skip
         stager = self._stager(process, anchors)
-        process.spawn(self._announce(process, stager))
+        said = _Said(self, stager)
+        announcer = Announcer(
+            world.store(process), cast(Reconciler, said), self.name, "", lifetime=RECORD_LIFE
+        )
+        process.spawn(announcer.run())
         failures = 0
         while True:
             try:
                 head, _ = await chain.head(self.run)
                 manifest = await chain.manifest(self.run, head)
                 if manifest.number != self.applied:
-                    staged = await stager.stage(manifest)
+                    staged = await stager.stage(manifest, said.on_fetch)
                     self._prove(process, staged.directory, manifest.state)
                     self.applied = manifest.number
                     world.trace.add(f"{process.name}: holds {manifest.version}")
@@ -247,10 +260,32 @@ class SimulatedReader(_Staging):
         if Checkpoint.open(directory, self.machine.files(process)).state() != state:
             self.world.judge.broken("truth: what a reader holds is the version", f"{self.name}: {state}")
 
-    async def _announce(self, process: SimulatedProcess, stager: Stager) -> None:
-        store, clock = self.world.store(process), self.world.clock(self.behind)
-        while True:
-            record = hint(self.name, stager.fetching, clock.time(), RECORD_LIFE)
-            with contextlib.suppress(StoreError):
-                await store.replace(f"replicas/{self.name}.json", canonical_json(record))
-            await asyncio.sleep(RECORD_LIFE / 3)
+    def _asks_for(self, key: str) -> None:
+        """What it fetches is in its record by then, where nothing is wrong with the store."""
+        world, plan = self.world, self.world.faults.plan
+        faults = (plan.store_lost, plan.store_unknown, plan.store_late, plan.store_twice, plan.slow)
+        if any(faults) or plan.outages or plan.lacks or plan.stall_every:
+            return
+        relative, digest = key.removeprefix(run_prefix(self.run)), None
+        payload, place = read_payload_key(relative), place_of(relative)
+        if payload is not None:
+            manifest = world.judge.versions.get(PolicyVersion(self.run, payload[0]))
+            digest = manifest.digest() if manifest is not None and manifest.epoch == payload[1] else None
+        elif place is not None and place[3] is not None:
+            digest = f"sha256:{place[2]}"
+        record = world.bucket.objects.get(replica_key(self.name))  # which a collector may have taken
+        if digest is not None and record is not None and digest not in json.loads(record)["fetching"]:
+            world.judge.broken("retention: what is fetched is in the record", f"{self.name}: {key}")
+
+
+class _Said:
+    """What an Announcer asks of a reconciler: the record of a reader, by a clock of its own."""
+
+    def __init__(self, reader: SimulatedReader, stager: Stager) -> None:
+        self.rng, self._stager = reader.world.random, stager
+        self._clock = reader.world.clock(reader.behind)
+        self.on_update: Callable[[], None] = lambda: None
+        self.on_fetch: Announce = tell_nobody
+
+    def record(self, replica_id: str, address: str, lifetime: float) -> dict[str, Any]:
+        return hint(replica_id, self._stager.fetching, self._clock.time(), lifetime)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stitch_core.ports import EngineUncertain, Unavailable
+from stitch_core.ports import EngineUncertain, StoreError, Unavailable, WriteRefused
 from stitch_core.replica.activation import ReplicaFailed
 from stitch_core.replica.server import ServerEnded
 from stitch_core.replica.service import Announcer, live, replica_key
@@ -39,12 +39,14 @@ async def f(tmp_path: Path) -> Following:
 class Life:
     """``live`` with a server that only notes what becomes of it."""
 
-    def __init__(self, f: Following, *, drain: float = 5.0, announced: bool = True) -> None:
+    def __init__(
+        self, f: Following, *, drain: float = 5.0, announced: bool = True, lifetime: float = 0.06
+    ) -> None:
         self.f = f
         self.stop = asyncio.Event()
         self.events: list[str] = []
         self.announcer = (
-            Announcer(f.store, f.reconciler, "one", "http://here:1", lifetime=0.06) if announced else None
+            Announcer(f.store, f.reconciler, "one", "http://here:1", lifetime=lifetime) if announced else None
         )
         gate, clock = f.gate, LoopClock()
         self.task = asyncio.ensure_future(
@@ -177,6 +179,72 @@ async def test_a_record_that_is_being_written_does_not_come_back(f: Following) -
     await life.task
     assert original is not None
     assert life.record is None
+
+
+def fetches_of(f: Following, life: Life) -> list[list[str]]:
+    """What the record said that is being fetched, whenever the store was asked for a byte of payload."""
+    said: list[list[str]] = []
+
+    def asked(index: int, name: str, key: str) -> None:
+        if name == "read" and "/weight_v" in key:
+            said.append(life.record["fetching"] if life.record else [])
+
+    f.store.fail = asked
+    return said
+
+
+async def test_c81_a_fetch_began_before_the_record_said_so(f: Following) -> None:
+    """A collector that looked meanwhile found nothing of it, for up to 5 s, and deleted what was fetched."""
+    life = Life(f, lifetime=15.0)
+    said = fetches_of(f, life)
+    await f.serves(f.versions[1])
+    newest = await f.publish()
+    f.reconciler.wake()
+    await f.serves(newest)
+    assert said
+    assert {digest for fetching in said for digest in fetching} == {m.digest() for m in f.versions[1:]}
+    assert [] not in said
+    life.stop.set()
+    await life.task
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("for a moment"), WriteRefused("by credentials that only read")]
+)
+async def test_c81_where_the_record_cannot_be_written_it_fetches_all_the_same(
+    f: Following, error: StoreError
+) -> None:
+    """After a failure of the store that may pass it is tried again first; the collector's grace protects."""
+    life = Life(f, lifetime=15.0)
+    said = fetches_of(f, life)
+    watched, tries = f.store.fail, 0
+
+    def refuses(index: int, name: str, key: str) -> StoreError | None:
+        nonlocal tries
+        if name == "replace":
+            tries += 1
+            if tries <= 3 or isinstance(error, WriteRefused):
+                return error
+        return watched(index, name, key)
+
+    f.store.fail = refuses
+    await f.serves(f.versions[1])
+    assert ([] in said) == isinstance(error, WriteRefused)
+    life.stop.set()
+    await life.task
+
+
+async def test_c81_a_record_whose_write_hangs_keeps_no_replica_from_fetching(f: Following) -> None:
+    async def hang(key: str, data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    f.store.replace = hang  # type: ignore[method-assign]
+    life = Life(f, lifetime=15.0)
+    began = asyncio.get_running_loop().time()
+    await f.serves(f.versions[1])
+    assert asyncio.get_running_loop().time() - began >= 15.0
+    life.stop.set()
+    await life.task
 
 
 async def test_withdrawing_does_not_wait_for_ever(f: Following) -> None:

@@ -63,6 +63,27 @@ async def test_stages_as_the_stager_does(world: World) -> None:
     assert "staging" in world.activities
 
 
+async def test_c81_the_child_fetches_when_the_parent_has_announced_what(world: World) -> None:
+    """What it reads before is not payload: that is taken away while it waits."""
+    head, said = await world.head(), []
+    payload = [path for path in (world.boot.parent / "store").rglob("weight_v*/*") if path.is_file()]
+
+    async def announce() -> None:
+        said.append(world.stager.fetching)
+        for path in payload:
+            path.rename(path.with_name("." + path.name))
+
+    with pytest.raises(StagingFailed):
+        await world.stager.stage(head, announce)
+    for path in payload:
+        path.with_name("." + path.name).rename(path)
+    ((*_, last),) = said
+    assert (last, world.stager.fetching) == (head.digest(), ())
+    staged = await world.stager.stage(head)
+    assert staged.table == table_of(world.tensors)
+    await world.stager.close()
+
+
 async def test_an_error_is_text_and_the_child_goes_on(world: World) -> None:
     head = await world.head()
     bad = world.boot.parent / "store" / "runs" / RUN

@@ -10,6 +10,7 @@ import pytest
 from stitch_core import compactor, hints, retention
 from stitch_core.compactor import Compactor
 from stitch_core.manifest import Manifest, floor_number
+from stitch_core.replica.service import Announcer
 from stitch_core.retention import Collector, Protected
 from stitch_core.span_maker import SpanMaker
 from stitch_core.testing.simulation import run_seed
@@ -72,6 +73,13 @@ def tells_the_time_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(clock.time())
 
     monkeypatch.setattr(retention, "time_of", broken)
+
+
+def fetches_before_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Announcer) -> None:
+        pass
+
+    monkeypatch.setattr(Announcer, "fetching", broken)
 
 
 def ignores_replica_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +192,8 @@ ALIVE = {"retention: an epoch that lives", "retention: two floors are kept", "du
         (believes_the_clocks_of_others, "n07", {"retention: the grace"}),
         (tells_the_time_by_its_own_clock, "c80", {"retention: the grace", LIVES}),
         (tells_the_time_by_its_own_clock, "retention", {"retention: the grace", LIVES}),
+        (fetches_before_it_says_so, "retention", {"retention: what is fetched is in the record"}),
+        (fetches_before_it_says_so, "n01", {"retention: what is fetched is in the record"}),
         (ignores_channels_and_pins, "n04", {"retention: what is named stays"}),
         (ignores_epochs, "retention", ALIVE),
         (ignores_epochs, "c29", ALIVE),

@@ -20,7 +20,7 @@ from stitch_core.replica.middleware import StitchMiddleware
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.service import Announcer, ReplicaFailed, live
 from stitch_core.replica.stage_process import StagerProcess
-from stitch_core.replica.staging import Staged, Staging
+from stitch_core.replica.staging import Announce, Staged, Staging
 from stitch_core.state import state_digest
 from stitch_core.stores import open_store
 from stitch_core.stores.bounded import BoundedStore
@@ -144,11 +144,11 @@ class Announced:
         await asyncio.to_thread(lambda: self._profiled.boots(state_digest(boot.table)))
         return boot
 
-    async def stage(self, target: Manifest) -> Staged:
+    async def stage(self, target: Manifest, announce: Announce) -> Staged:
         if self._last == target:
             await self._stager.close()  # the next child opens the copy anew
         self._last = None
-        staged = await self._stager.stage(target)
+        staged = await self._stager.stage(target, announce)
         self._last = target
         self._engine.expect(staged.directory, target.state)
         return staged
