@@ -45,20 +45,17 @@ from ..ports import (
 )
 from ..threads import Threads
 from . import BadUrl
-from .dated import StoreTime, date_of_new
+from .dated import StoreTime
 from .identity import FILE, Identity, read_identity
 from .keys import BadKey, check_key, check_prefix, check_range
 from .mount import Mount
 from .probe import can_link, error_text
-from .sources import source_chunks
+from .temporaries import Temporaries
 from .walk import Odd, list_folders, list_objects
 
 T = TypeVar("T")
 
 PRIVATE = ".stitch"
-STALE_AFTER = 24 * 3600.0
-"""Seconds after which a temporary file is taken for the leftover of a process that died."""
-
 NOT_POSSIBLE = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 """What a mount answers that lacks what all disks have: in place of a file system it may be a bucket."""
 
@@ -95,10 +92,10 @@ class LocalStore:
             run_blocking = self._threads = Threads(8, "stitch-local-store")
         self._run: RunBlocking = run_blocking
         self._lock_timeout = lock_timeout
-        self._clock: Clock = clock or SystemClock()
-        self._time = StoreTime(self._date_of_new, self._clock)
+        clock = clock or SystemClock()
+        self._temporaries = Temporaries(self.root / PRIVATE / "tmp", self._files, clock, self._make_directory)
+        self._time = StoreTime(self._temporaries.date_of_new, clock)
         self._durable: set[Path] = set()
-        self._swept = False
         self._identity: Identity | None = None
         self._looked = False
 
@@ -164,7 +161,7 @@ class LocalStore:
     def _create(self, path: Path, source: Buffer | FileSource) -> None:
         self._prepare(path)
         if not self._files.exists(path):  # spares the copy; link() or the lock is what decides
-            with self._temporary(source) as temporary:
+            with self._temporaries.new(source) as temporary:
                 lock = contextlib.nullcontext() if self._links() else self._locked(path)
                 with lock, contextlib.suppress(FileExistsError):
                     self._place_new(temporary, path)
@@ -184,7 +181,7 @@ class LocalStore:
                 current = None
             if current != expected:
                 raise Conflict(f"{path} is not as it was read")
-            with self._temporary(data) as temporary:
+            with self._temporaries.new(data) as temporary:
                 try:
                     (self._place_new if current is None else self._mount.rename)(temporary, path)
                 except FileExistsError:
@@ -195,7 +192,7 @@ class LocalStore:
     def _replace(self, path: Path, data: bytes) -> None:
         self._prepare(path)
         with self._locked(path):
-            with self._temporary(data) as temporary:
+            with self._temporaries.new(data) as temporary:
                 self._mount.rename(temporary, path)
             self._landed(path)
 
@@ -238,9 +235,8 @@ class LocalStore:
         self._make_directory(path.parent)
 
     def _begin(self) -> Identity:
-        directory = self.root / PRIVATE / "tmp"
-        self._make_directory(directory)
-        error = can_link(self._files, directory, self._unused().name)
+        unused = self._temporaries.unused()
+        error = can_link(self._files, unused.parent, unused.name)
         if error is not None:
             self._mount.say(
                 f"{self.root} has no hard links ({error}): objects are created under a lock instead"
@@ -252,7 +248,7 @@ class LocalStore:
             found = read_identity(self._files, path.parent)
             if found is not None:
                 return found
-            with self._temporary(identity.encode()) as temporary:
+            with self._temporaries.new(identity.encode()) as temporary:
                 self._mount.rename(temporary, path)
             self._mount.sync_directory(path.parent)
         return identity
@@ -326,47 +322,6 @@ class LocalStore:
         number = zlib.crc32(path.relative_to(self.root).as_posix().encode()) % _LOCKS
         with self._mount.lock(directory / f"{number:02d}", self._lock_timeout):
             yield
-
-    @contextlib.contextmanager
-    def _temporary(self, source: Buffer | FileSource) -> Iterator[Path]:
-        """A synced file with the source's bytes, gone afterwards unless it was renamed."""
-        directory = self.root / PRIVATE / "tmp"
-        self._make_directory(directory)
-        path = self._unused()
-        try:
-            self._files.write_new(path, b"")
-            self._sweep(directory, path)
-            offset = 0
-            for chunk in source_chunks(source):
-                self._files.write_at(path, offset, chunk)
-                offset += len(chunk)
-            self._files.sync(path)
-            yield path
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                self._files.remove(path)
-
-    def _unused(self) -> Path:
-        """A name for a temporary, of nobody else's."""
-        return self.root / PRIVATE / "tmp" / f"{int(self._clock.time())}.{secrets.token_hex(8)}"
-
-    def _date_of_new(self) -> float:
-        path = self._unused()
-        self._make_directory(path.parent)
-        return date_of_new(self._files, path)
-
-    def _sweep(self, directory: Path, new: Path) -> None:
-        """Once per store: remove the temporaries of processes that died, all far older than ``new``."""
-        if self._swept:
-            return
-        self._swept = True
-        now = os.stat(new).st_mtime
-        for name in self._files.list(directory):
-            # Another store may be sweeping, or the file be another user's.
-            with contextlib.suppress(OSError):
-                born = os.stat(directory / name).st_mtime
-                if name.partition(".")[0].isdecimal() and born < now - STALE_AFTER:
-                    self._files.remove(directory / name)
 
     def _translate_write(self, operation: Callable[..., T], path: Path, *args: Any) -> T:
         try:

@@ -16,6 +16,7 @@ from stitch_core.cli import common, publish
 from stitch_core.ports import Blob, Entry, NotFound
 from stitch_core.stores.local import LocalStore
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
+from stitch_core.stores.temporaries import Temporaries
 from tests.cli.commands import Shell
 
 
@@ -102,7 +103,7 @@ def test_this_machines_clock_may_be_the_one_that_is_wrong(
     os.utime(path, (now - 900, now - 900))
     assert shell("status", "--store", shell.store).err == "", "by the store's own time they have"
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStore, "_date_of_new", not_permitted)
+        patched.setattr(Temporaries, "date_of_new", not_permitted)
         said = shell("status", "--store", shell.store)
     assert "every record has expired" in said.err
     assert "'stitch doctor'" in said.err
@@ -112,7 +113,7 @@ def test_this_machines_clock_may_be_the_one_that_is_wrong(
     assert said.err == ""
 
 
-def not_permitted(self: LocalStore) -> float:
+def not_permitted(self: Temporaries) -> float:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -128,7 +129,7 @@ def test_c80_an_age_in_a_directory_was_by_this_machines_clock(
     assert (found["expired"], 0 <= found["age"] < 60) == (False, True)
     assert found["clock_skew_here"] == pytest.approx(ahead, abs=60)
     # Where nothing can be written nothing tells.
-    monkeypatch.setattr(LocalStore, "_date_of_new", not_permitted)
+    monkeypatch.setattr(Temporaries, "date_of_new", not_permitted)
     (found,) = status(shell)["replicas"]
     assert (found["expired"], found["clock_skew_here"]) == (ahead > 0, None)
 

@@ -25,7 +25,8 @@ from stitch_core.ports import (
     time_of,
 )
 from stitch_core.stores.keys import BadKey
-from stitch_core.stores.local import STALE_AFTER, LocalStore, _tag
+from stitch_core.stores.local import LocalStore, _tag
+from stitch_core.stores.temporaries import STALE_AFTER
 from tests.anchored_run import HandClock
 
 pytestmark = pytest.mark.usefixtures("real_fsync")
