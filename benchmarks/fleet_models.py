@@ -18,7 +18,7 @@ from stitch_core.manifest import Manifest
 from stitch_core.planner import Planner
 from stitch_core.ports import EngineIdentity
 from stitch_core.replica.boot import BootCheckpoint
-from stitch_core.replica.staging import Staged
+from stitch_core.replica.staging import Announce, Staged
 from stitch_core.state import TensorInfo, state_digest
 from stitch_core.stores.memory import MemoryStore
 
@@ -104,14 +104,16 @@ class Stager:
     async def boot(self) -> BootCheckpoint:
         return BootCheckpoint(table(0), {})
 
-    async def stage(self, target: Manifest) -> Staged:
+    async def stage(self, target: Manifest, announce: Announce) -> Staged:
         plan = await self._planner.plan(target, {self._held, state_digest(table(0))})
         loop = asyncio.get_running_loop()
+        self.fetching = tuple(source.digest() for source in plan.sources)
+        await announce()
         began, pieces = loop.time(), len(plan.sources)
         await self._line.fetch(pieces * DELTA_BYTES)
         fetched = loop.time()
         await asyncio.sleep(pieces * self._rng.uniform(1.0, 2.0))
-        self._held = target.state
+        self._held, self.fetching = target.state, ()
         return Staged(
             pieces * DELTA_BYTES, fetched - began, loop.time() - fetched, Path("/host"), table(target.number)
         )

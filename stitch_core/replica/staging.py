@@ -138,7 +138,8 @@ class Stager:
         self.fetching = tuple(source.digest() for source in plan.sources)
         try:
             self._activity("fetching")
-            await announce()
+            if self.fetching:
+                await announce()
             began = self._clock.monotonic()
             directories = await self._fetch(plan.sources)
             fetched = self._clock.monotonic()

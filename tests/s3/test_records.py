@@ -9,7 +9,6 @@ import time
 import pytest
 
 from stitch_core.hints import abandoned
-from stitch_core.ports import SystemClock
 from stitch_core.retry import Retry
 from tests.s3.fake import FakeS3
 
@@ -33,7 +32,7 @@ async def test_by_its_own_dates_and_the_servers(fake: FakeS3, grace: float) -> N
         fake.objects["replicas/dead.json"].written -= 2 * DAY
         fake.requests.clear()
         found = await abandoned(
-            store, "r", clock=SystemClock(), grace=grace, policy=Retry(attempts=1), rng=random.Random(0)
+            store, "r", now=now, grace=grace, policy=Retry(attempts=1), rng=random.Random(0)
         )
         # A look at the dates of those alone that look old: nothing more for a fleet that lives.
         assert fake.requests == {"GET": 4, **({"HEAD": 2} if grace < DAY else {})}
