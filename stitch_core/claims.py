@@ -17,6 +17,10 @@ class ClaimRefused(PublishError):
     """The run cannot be claimed as asked."""
 
 
+class HeadMoved(ClaimRefused):
+    """The run has a newer version than the claim was prepared for; nobody was fenced."""
+
+
 class Fenced(PublishError):
     """Another writer has claimed the run: this one publishes nothing any more."""
 

@@ -346,6 +346,12 @@ async def time_of(store: Store, key: str, clock: Clock) -> float:
     return stamp.now
 
 
+async def room_of(store: Store) -> int | None:
+    """Bytes that can still be written, of a store that has ``room``; None where it does not tell."""
+    ask = getattr(store, "room", None)
+    return None if ask is None else await ask()
+
+
 # --------------------------------------------------------------------------------------------- engine
 
 KVMode = Literal["in_place", "retract"]

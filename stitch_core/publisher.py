@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .chain import ChainReader, NoHead
-from .claims import ClaimRefused, Fenced, OutcomeUnknown, PublishError, Resume
+from .claims import ClaimRefused, Fenced, HeadMoved, OutcomeUnknown, PublishError, Resume
 from .floors import Bases, FloorRaiser
 from .head import Head, head_key
 from .manifest import (
     FormatError,
     Manifest,
     Representation,
+    Row,
     extend_history,
     floor_number,
     payload_prefix,
@@ -44,7 +45,7 @@ from .ports import (
 from .records import How
 from .retry import Retry, retrying
 from .swapping import swap_until_known
-from .uploading import readable, representation_of, upload_payload
+from .uploading import check_payload, readable, representation_of, upload_payload
 from .versions import check_run_id
 
 T = TypeVar("T")
@@ -118,8 +119,44 @@ class Publisher:
     def epoch(self) -> int:
         return self._last_claim().head.epoch
 
-    async def claim(
+    async def look(
         self, boot: Boot, *, resume: str | None = None, saved: int | None = None, override: bool = False
+    ) -> Manifest:
+        """The newest version that ``claim`` would find; of a run that is not begun its version 0.
+
+        Nothing is written. Raises what ``claim`` raises, where it would be refused.
+        """
+        asked = Resume(resume, saved, override)
+        self._check_conditional()
+        try:
+            head, _ = await self._call(lambda: self._chain.head(self.run))
+        except NoHead:
+            asked.check_new(self.run, boot.state)
+            await self._check_unbegun()
+            return self._version0(boot, 1)
+        return (await self._claimable(boot, asked, head))[1]
+
+    async def check(self, payload: Payload, newest: Manifest) -> None:
+        """Whether ``payload`` could be published after ``newest``, as far as can be known before a claim.
+
+        Nothing is written. Raises PublishError.
+        """
+        number = newest.number + 1
+        await self._check_base(payload, number, newest)
+        try:
+            manifest = self._manifest(payload, number, 1, newest, _floor(payload, newest))
+            await check_payload(self._store, self._files, manifest, payload, self._run_blocking)
+        except (StoreError, OSError, FormatError) as error:
+            raise PublishError(f"run {self.run}: no version can be published: {error}") from error
+
+    async def claim(
+        self,
+        boot: Boot,
+        *,
+        resume: str | None = None,
+        saved: int | None = None,
+        override: bool = False,
+        at: Manifest | None = None,
     ) -> Manifest:
         """Become the run's writer and fence the one before; the newest version, which may be version 0.
 
@@ -128,8 +165,9 @@ class Publisher:
         and then nobody is fenced, when the run's version 0 has another state than ``boot``, when no version
         has the state ``resume``, when others keep claiming; and, without ``override``, when a rollback gave
         up ``saved`` or every version of that state, when ``saved`` is above the head, and when ``resume`` is
-        not the head's state and no ``saved`` says that this is meant. OutcomeUnknown when the store does
-        not say what became of the swap.
+        not the head's state and no ``saved`` says that this is meant; when the store takes no new objects;
+        and HeadMoved when the newest version is not ``at``, where that is given. OutcomeUnknown when the
+        store does not say what became of the swap.
         """
         asked = Resume(resume, saved, override)
 
@@ -137,15 +175,17 @@ class Publisher:
             try:
                 found = await self._call(lambda: self._chain.head(self.run))
             except NoHead:
-                return await self._first_claim(boot, asked)
-            return await self._next_claim(boot, asked, *found)
+                return await self._first_claim(boot, asked, at)
+            head, manifest = await self._claimable(boot, asked, found[0])
+            return await self._take_over(found[1], head, manifest, at)
 
         return await self._until_claimed(take)
 
-    async def take_back(self, to: int) -> Manifest:
+    async def take_back(self, to: int, *, at: Manifest | None = None) -> Manifest:
         """Claim the run for a rollback: from now on every version above ``to`` counts as given up.
 
-        Raises ClaimRefused when ``to`` is not below the head, NoHead, OutcomeUnknown.
+        Raises ClaimRefused when ``to`` is not below the head or the store takes no new objects, HeadMoved as
+        ``claim`` does, NoHead, OutcomeUnknown.
         """
 
         async def take() -> _Claim | None:
@@ -153,9 +193,7 @@ class Publisher:
             if to >= head.number:
                 raise ClaimRefused(f"run {self.run} is at version {head.number}: {to} is not before it")
             manifest = await self._call(lambda: self._chain.manifest(self.run, head))
-            await self._check_writable(head)
-            claimed = head.taken_back(to).claimed(self._nonce(), self._clock.time())
-            return await self._take(tag, claimed, manifest)
+            return await self._take_over(tag, head.taken_back(to), manifest, at)
 
         return await self._until_claimed(take)
 
@@ -176,13 +214,16 @@ class Publisher:
         self._claim = None
         return before[0], manifest
 
-    async def _until_claimed(self, take: Callable[[], Awaitable[_Claim | None]]) -> Manifest:
-        self._claim, self._lost = None, None
+    def _check_conditional(self) -> None:
         if not (self._alone or self._store.capabilities.conditional_writes):
             raise ClaimRefused(
                 f"run {self.run}: the store cannot compare and swap, so two trainers that claim at once may "
                 "both publish; claim it only where nothing else writes the run, and say so (alone=True)"
             )
+
+    async def _until_claimed(self, take: Callable[[], Awaitable[_Claim | None]]) -> Manifest:
+        self._claim, self._lost = None, None
+        self._check_conditional()
         for _ in range(CLAIM_ATTEMPTS):
             claim = await take()
             if claim is not None:
@@ -190,14 +231,18 @@ class Publisher:
                 return claim.manifest
         raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
 
-    async def _first_claim(self, boot: Boot, asked: Resume) -> _Claim | None:
+    def _version0(self, boot: Boot, epoch: int) -> Manifest:
+        return Manifest(
+            self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
+            time=self._clock.time(), producer=self._producer,
+        )  # fmt: skip
+
+    async def _first_claim(self, boot: Boot, asked: Resume, at: Manifest | None) -> _Claim | None:
         asked.check_new(self.run, boot.state)
         await self._check_unbegun()
         for epoch in range(1, CLAIM_ATTEMPTS):
-            manifest = Manifest(
-                self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
-                time=self._clock.time(), producer=self._producer,
-            )  # fmt: skip
+            manifest = self._version0(boot, epoch)
+            self._check_at(manifest, at)
             try:
                 await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
             except AlreadyExists:
@@ -232,7 +277,8 @@ class Publisher:
             return False
         return True
 
-    async def _next_claim(self, boot: Boot, asked: Resume, head: Head, tag: str) -> _Claim | None:
+    async def _claimable(self, boot: Boot, asked: Resume, head: Head) -> tuple[Head, Manifest]:
+        """The head to claim, and the newest version. ClaimRefused."""
         manifest = await self._call(lambda: self._chain.manifest(self.run, head))
         version0 = await self._call(lambda: self._chain.boot(manifest))
         if version0.state != boot.state:
@@ -247,8 +293,22 @@ class Publisher:
         )
         if asked.saved is not None and asked.override:
             head = head.going_on_from(asked.saved)
+        return head, manifest
+
+    async def _take_over(
+        self, tag: str, head: Head, manifest: Manifest, at: Manifest | None
+    ) -> _Claim | None:
+        """Claim a run that is begun, unless its writer would be fenced for nothing. ClaimRefused."""
+        self._check_at(manifest, at)
         await self._check_writable(head)
         return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
+
+    def _check_at(self, manifest: Manifest, at: Manifest | None) -> None:
+        if at is not None and (manifest.number, manifest.state) != (at.number, at.state):
+            raise HeadMoved(
+                f"run {self.run} is at version {manifest.number} now and was at {at.number} when this was "
+                "made ready: its trainer is publishing. No writer was fenced"
+            )
 
     async def _check_writable(self, head: Head) -> None:
         """A new object is created and removed again: one that can only be replaced would swap the head.
@@ -381,7 +441,9 @@ class Publisher:
         been collected. A version of a higher number may hang on it, where a trainer resumed before the floor
         rose. Raises StoreError, FormatError.
         """
-        parent = self._claimed().manifest
+        return await self._leads(self._claimed().manifest, state)
+
+    async def _leads(self, parent: Manifest, state: str) -> bool:
         floor = parent.floor or parent.row()
         if state in (parent.state, floor.state):
             return True
@@ -392,7 +454,7 @@ class Publisher:
         if payload.kind != "delta":
             return
         try:
-            fits = await self.builds_on(payload.base or "")
+            fits = await self._leads(parent, payload.base or "")
         except (StoreError, FormatError) as error:
             raise self._not_published(number, error) from error
         if not fits:
@@ -404,16 +466,22 @@ class Publisher:
 
     async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
         parent = claim.manifest
-        floor = None if payload.kind == "full" else parent.floor or parent.row()
+        floor = _floor(payload, parent)
         if floor is not None and self._floors is not None and payload.base is not None:
             floor = await self._floors.find(parent, payload.base) or floor
-        manifest = Manifest(
-            self.run, number, claim.head.epoch, payload.state, representation_of(payload),
+        manifest = self._manifest(payload, number, claim.head.epoch, parent, floor)
+        how: How = {"policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking}
+        return await upload_payload(self._store, self._files, manifest, payload, how)
+
+    def _manifest(
+        self, payload: Payload, number: int, epoch: int, parent: Manifest, floor: Row | None
+    ) -> Manifest:
+        """That of ``payload`` after ``parent``, still without its files."""
+        return Manifest(
+            self.run, number, epoch, payload.state, representation_of(payload),
             extend_history(parent), boot=parent.boot or parent.row(), floor=floor, step=payload.step,
             time=self._clock.time(), producer=self._producer, metadata=dict(payload.metadata),
         )  # fmt: skip
-        how: How = {"policy": self._retry, "rng": self._rng, "run_blocking": self._run_blocking}
-        return await upload_payload(self._store, self._files, manifest, payload, how)
 
     # ------------------------------------------------------------------------------------------- store
 
@@ -448,6 +516,11 @@ class Publisher:
             retry=self._retry, seconds=self._swap_deadline,
             unknown=lambda why: self._unknown(head.number, why),
         )  # fmt: skip
+
+
+def _floor(payload: Payload, parent: Manifest) -> Row | None:
+    """The floor of what follows ``parent``, as far as no full beside the chain raises it."""
+    return None if payload.kind == "full" else parent.floor or parent.row()
 
 
 def _boot_key(key: str) -> bool:

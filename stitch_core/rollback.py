@@ -31,7 +31,7 @@ from .manifest import Manifest, Row, floor_number
 from .payload import Payload
 from .planner import Planner
 from .ports import Clock, Files, NotFound, RunBlocking, Store
-from .publisher import Fenced, OutcomeUnknown, Publisher, PublishError
+from .publisher import Fenced, HeadMoved, OutcomeUnknown, Publisher, PublishError
 from .records import RecordRefused, list_records
 from .replica.staging import Stager
 from .retry import Retry, retrying
@@ -45,6 +45,10 @@ CANNOT = (
     RecordRefused,
 )  # fmt: skip
 """What speaks against one way, and not against another."""
+
+
+CLAIMS = 3
+"""Tries to claim a head that the trainer moves while a rollback is made ready; the last fences it first."""
 
 
 class RollbackRefused(PublishError):
@@ -117,25 +121,13 @@ class Rollback:
         Raises RollbackRefused, before the trainer is fenced, when there is nothing to do or no way to do
         it; NoHead, and what ``Publisher.take_back`` and ``publish`` raise.
         """
-        run = self.publisher.run
-        head, _ = await self._call(lambda: self._chain.head(run))
-        newest = await self._call(lambda: self._chain.manifest(run, head))
+        head, newest = await self._look()
         goal = await self._goal(newest, number)
         if newest.state == goal.state and _is_done(head, newest, goal):
             return RolledBack(newest, goal, (number + 1, newest.history[0].number), "before", head)
-        given_up = (number + 1, newest.number)
         known = await self._look_at(newest)
-        payload, proof = await self._prepare(newest, goal, known)
-        self.say(f"claiming run {run}, which fences its trainer")
-        claimed = await self.publisher.take_back(number)
-        if claimed.digest() != newest.digest():
-            self.say(f"the head has moved to {claimed.number} meanwhile")
-            given_up = (number + 1, claimed.number)
-            if payload.kind == "delta":
-                try:
-                    payload, proof = await self._prepare(claimed, goal, known)
-                except RollbackRefused as refused:
-                    raise RollbackRefused(f"{refused}. {_half_done(given_up)}") from refused
+        claimed, payload, proof = await self._claim(newest, goal, known)
+        given_up = (number + 1, claimed.number)
         metadata = {**self.metadata, "rollback": {"to": number, "given_up": list(given_up)}}
         self.say(f"publishing {len(payload.files)} files")
         try:
@@ -145,6 +137,38 @@ class Rollback:
         except PublishError as error:
             raise PublishError(f"{error}. {_half_done(given_up)}: make it again") from error
         return RolledBack(manifest, goal, given_up, proof, head)
+
+    async def _look(self) -> tuple[Head, Manifest]:
+        head, _ = await self._call(lambda: self._chain.head(self.publisher.run))
+        return head, await self._call(lambda: self._chain.manifest(self.publisher.run, head))
+
+    async def _claim(
+        self, newest: Manifest, goal: Manifest, known: _Known | None
+    ) -> tuple[Manifest, Payload, str]:
+        """Make the goal ready on top of ``newest``, and claim: the head then, what to publish, its proof.
+
+        If the trainer publishes meanwhile, it is made ready again, and in the end after the claim.
+        """
+        run = self.publisher.run
+        for left in reversed(range(CLAIMS)):
+            payload, proof = await self._prepare(newest, goal, known)
+            await self.publisher.check(replace(payload, step=goal.step, metadata=self.metadata), newest)
+            self.say(f"claiming run {run}, which fences its trainer")
+            at = newest if left and payload.kind == "delta" else None
+            try:
+                claimed = await self.publisher.take_back(goal.number, at=at)
+                break
+            except HeadMoved:
+                _, newest = await self._look()
+                self.say(f"the head has moved to {newest.number} meanwhile")
+        if claimed.digest() != newest.digest() and payload.kind == "delta":
+            self.say(f"the head has moved to {claimed.number} meanwhile")
+            try:
+                payload, proof = await self._prepare(claimed, goal, known)
+            except RollbackRefused as refused:
+                half_done = _half_done((goal.number + 1, claimed.number))
+                raise RollbackRefused(f"{refused}. {half_done}") from refused
+        return claimed, payload, proof
 
     async def _goal(self, newest: Manifest, number: int) -> Manifest:
         if number == newest.number:

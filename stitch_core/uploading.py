@@ -10,7 +10,7 @@ from pathlib import Path
 from .gathering import all_of
 from .manifest import FormatError, Manifest, PayloadFile, Representation
 from .payload import Payload
-from .ports import Files, FileSource, Store
+from .ports import Files, FileSource, RunBlocking, Store, StoreError, room_of
 from .records import How
 from .stores.transfer import file_digest, upload, verify
 
@@ -18,6 +18,10 @@ PARALLEL_UPLOADS = 16
 
 HELD_BYTES = 4 * 2**20
 """Of a file that is read once, for its digest and for the store: 64 MiB of all that are on their way."""
+
+
+NO_DIGEST = "sha256:" + "0" * 64
+"""Of files that are only looked at."""
 
 
 def representation_of(payload: Payload) -> Representation:
@@ -52,6 +56,28 @@ async def upload_payload(
     calls += [functools.partial(check, file) for file in payload.uploaded]
     uploaded = tuple(await all_of(calls, PARALLEL_UPLOADS))
     return replace(manifest, representation=replace(manifest.representation, files=uploaded))
+
+
+async def check_payload(
+    store: Store, files: Files, manifest: Manifest, payload: Payload, run_blocking: RunBlocking
+) -> None:
+    """Whether the files can be read, are named as a manifest has them, and fit into the store.
+
+    Raises StoreError, OSError, FormatError.
+    """
+
+    def look() -> tuple[PayloadFile, ...]:
+        for name in payload.files:
+            files.read(payload.directory / name, 0, 1)
+        return tuple(
+            PayloadFile(name, files.size(payload.directory / name), NO_DIGEST) for name in payload.files
+        )
+
+    found = await run_blocking(look)
+    readable(replace(manifest, representation=replace(manifest.representation, files=found)))
+    size, room = sum(file.size for file in found), await room_of(store)
+    if room is not None and size > room:
+        raise StoreError(f"its files have {size} bytes, and the store has room for {room}")
 
 
 def digested(files: Files, path: Path) -> tuple[FileSource, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from stitch_core.chain import ChainReader
 from stitch_core.head import ABANDONED_RANGES, Head, head_key
 from stitch_core.manifest import FormatError, canonical_json
-from stitch_core.publisher import ClaimRefused, Fenced, Publisher, PublishError
+from stitch_core.publisher import Boot, ClaimRefused, Fenced, HeadMoved, Publisher, PublishError
+from stitch_core.stores.bounded import BoundedStore
 from stitch_core.stores.memory import MemoryStore
-from tests.small_run import Trainer, published, rebuild_all
+from tests.small_run import FaultyStore, Trainer, published, rebuild_all
 
 
 @pytest.fixture
@@ -31,6 +34,79 @@ async def refused(publisher: Publisher, trainer: Trainer, **how: object) -> str:
         await publisher.claim(trainer.version0, **how)  # type: ignore[arg-type]
     assert publisher._store.state.objects == before  # type: ignore[attr-defined]
     return str(error.value)
+
+
+# ------------------------------------------------------------------------------- C38: before it is claimed
+
+
+async def test_c38_a_look_finds_what_a_claim_would_and_writes_nothing(trainer: Trainer) -> None:
+    store = MemoryStore()
+    publisher = trainer.publisher(store)
+    assert (await publisher.look(trainer.version0)).state == trainer.state
+    assert not store.state.objects
+    chain = await published(trainer, store, 3)
+    before = dict(store.state.objects)
+    assert (await publisher.look(trainer.version0)).digest() == chain[3].digest()
+    other = Boot("other", "sha256:" + "0" * 64)
+    for how in ({"saved": 9}, {"resume": chain[1].state}, {"boot": other}):
+        with pytest.raises(ClaimRefused):
+            await publisher.look(**{"boot": trainer.version0, **how})  # type: ignore[arg-type]
+    assert store.state.objects == before
+    with pytest.raises(PublishError, match="has not been claimed"):
+        publisher.reserve()
+
+
+async def test_c38_a_claim_for_a_head_that_has_moved_fences_no_writer(trainer: Trainer) -> None:
+    store = MemoryStore()
+    live, second = trainer.publisher(store), trainer.publisher(store)
+    begun = await second.look(trainer.version0)
+    await live.claim(trainer.version0)
+    assert await second.claim(trainer.version0, at=begun), "the same version 0, begun by another"
+    await live.claim(trainer.version0)
+    await trainer.publish(live)
+    for claim in (
+        lambda: second.claim(trainer.version0, at=begun),
+        lambda: second.take_back(0, at=begun),
+    ):
+        with pytest.raises(HeadMoved, match="at version 1 now and was at 0"):
+            await claim()
+    assert (await trainer.publish(live)).number == 2
+    head = await second.look(trainer.version0)
+    assert (await second.claim(trainer.version0, at=head)).number == 2
+
+
+async def test_c38_a_payload_is_checked_before_the_claim(trainer: Trainer) -> None:
+    store = MemoryStore()
+    chain = await published(trainer, store, 2)
+    publisher, head = trainer.publisher(store), chain[2]
+    before = dict(store.state.objects)
+    full = trainer.full()
+    await publisher.check(full, head)
+    for older in (chain[0], chain[1]):  # above the floor, which is version 0
+        await publisher.check(replace(trainer.delta(3), base=older.state), head)
+    nowhere = "sha256:" + "0" * 64
+    bad = [
+        replace(trainer.delta(3), base=nowhere), replace(full, files=(*full.files, "nothing.json")),
+        replace(full, files=(*full.files, "config.json~")), replace(full, metadata={"a": {1}}),
+    ]  # fmt: skip
+    (full.directory / "config.json~").write_text("")
+    for payload in bad:
+        with pytest.raises(PublishError):
+            await publisher.check(payload, head)
+    assert store.state.objects == before
+
+
+@pytest.mark.parametrize("room", [None, 10**6, 10])
+async def test_c38_a_store_without_room(trainer: Trainer, room: int | None) -> None:
+    class Small(FaultyStore):
+        async def room(self) -> int | None:
+            return room
+
+    store = MemoryStore()
+    (begun,) = await published(trainer, store, 0)
+    publisher = trainer.publisher(BoundedStore(Small(store), 60.0))
+    with pytest.raises(PublishError, match="has room for 10") if room == 10 else nullcontext():
+        await publisher.check(trainer.full(), begun)
 
 
 # ------------------------------------------------------------------------------------------------- resume

@@ -19,7 +19,7 @@ from stitch_core.head import Head
 from stitch_core.manifest import Manifest
 from stitch_core.payload import Payload
 from stitch_core.ports import Store, StoreError, SystemClock, Unavailable, WriteRefused
-from stitch_core.publisher import PROBE, ClaimRefused, Fenced, PublishError
+from stitch_core.publisher import PROBE, ClaimRefused, Fenced, Publisher, PublishError
 from stitch_core.rollback import Rollback, RollbackRefused, RolledBack
 from stitch_core.state import changed_tensors, state_digest
 from stitch_core.stores.memory import MemoryObjects, MemoryStore
@@ -364,36 +364,63 @@ async def test_killed_at_any_call_it_can_be_made_again(trainer: Trainer, every: 
     await check_chain(trainer, store)
 
 
-@pytest.mark.parametrize("full", [False, True])
-async def test_the_trainer_publishes_meanwhile(trainer: Trainer, full: bool) -> None:
-    """What was made ready was for the head before: it is made again once the trainer is fenced."""
+def overtaken(trainer: Trainer, store: Store, live: Publisher, steps: str) -> Rollback:
+    """Before each claim ``live`` publishes: the next of ``steps``, a "d"elta or a "f"ull."""
+    rollback = rollback_of(trainer, store)
+    take_back, todo = rollback.publisher.take_back, list(steps)
+
+    async def late(to: int, *, at: Manifest | None = None) -> Manifest:
+        if todo:
+            await (live.publish(trainer.full()) if todo.pop(0) == "f" else trainer.publish(live))
+        return await take_back(to, at=at)
+
+    rollback.publisher.take_back = late  # type: ignore[method-assign]
+    return rollback
+
+
+@pytest.mark.parametrize("steps", ["d", "dd", "ddd"])
+async def test_the_trainer_publishes_meanwhile(trainer: Trainer, steps: str) -> None:
+    """What was made ready was for the head before: it is made again, the last time after the claim."""
     store = MemoryStore()
     publisher = trainer.publisher(store)
     await publisher.claim(trainer.version0)
     chain = [await trainer.publish(publisher) for _ in range(3)]
+    done = await overtaken(trainer, store, publisher, steps).to(1)
+    newest = 3 + len(steps)
+    assert (done.manifest.number, done.manifest.state) == (newest + 1, chain[0].state)
+    assert done.given_up == (2, newest)
+    with pytest.raises(Fenced):
+        await trainer.publish(publisher)
+    await check_chain(trainer, store)
 
-    async def goes_on(text: str) -> None:
-        await (publisher.publish(trainer.full()) if full else trainer.publish(publisher))
 
-    rollback = rollback_of(trainer, store)
-    take_back = rollback.publisher.take_back
+async def test_c38_what_the_trainer_publishes_meanwhile_leaves_no_way_back(trainer: Trainer) -> None:
+    """It was fenced first, and what is above the goal given up, for a rollback that then could not be."""
+    store = MemoryStore()
+    publisher = trainer.publisher(store)
+    await publisher.claim(trainer.version0)
+    chain = [await trainer.publish(publisher) for _ in range(3)]
+    with pytest.raises(RollbackRefused, match="version 4, on the way back, is a full"):
+        await overtaken(trainer, store, publisher, "f").to(1)
+    assert ((await head_of(store)).epoch, (await head_of(store)).abandoned) == (1, ())
+    await trainer.publish(publisher)
+    done = await roll_back(trainer, store, 1, trainer.boot)
+    assert (done.manifest.number, done.manifest.state, done.given_up) == (6, chain[0].state, (2, 5))
+    await check_chain(trainer, store)
 
-    async def late(to: int) -> Manifest:
-        await goes_on("")
-        return await take_back(to)
 
-    rollback.publisher.take_back = late  # type: ignore[method-assign]
-    if full:
-        with pytest.raises(RollbackRefused, match="version 4, on the way back, is a full") as error:
-            await rollback.to(1)
-        assert "The trainer is fenced by now, versions 2 to 4 are given up" in str(error.value)
-        # It is fenced, and what is above 1 given up: with a checkpoint the rollback goes through.
-        assert (await head_of(store)).abandoned == ((2, 4),)
-        done = await roll_back(trainer, store, 1, trainer.boot)
-    else:
-        done = await rollback.to(1)
-    assert (done.manifest.number, done.manifest.state) == (5, chain[0].state)
-    assert done.given_up == (2, 4)
+async def test_a_trainer_that_never_stops_is_fenced_first(trainer: Trainer) -> None:
+    """Then what it published last may be in the way; with a checkpoint the rollback goes through."""
+    store = MemoryStore()
+    publisher = trainer.publisher(store)
+    await publisher.claim(trainer.version0)
+    chain = [await trainer.publish(publisher) for _ in range(3)]
+    with pytest.raises(RollbackRefused, match="version 6, on the way back, is a full") as error:
+        await overtaken(trainer, store, publisher, "ddf").to(1)
+    assert "The trainer is fenced by now, versions 2 to 6 are given up" in str(error.value)
+    assert (await head_of(store)).abandoned == ((2, 6),)
+    done = await roll_back(trainer, store, 1, trainer.boot)
+    assert (done.manifest.number, done.manifest.state, done.given_up) == (7, chain[0].state, (2, 6))
     await check_chain(trainer, store)
 
 

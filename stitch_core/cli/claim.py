@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import random
 import secrets
+from typing import Any
 
 from ..channels import move_channel
 from ..checkpoint import Checkpoint
@@ -85,17 +86,17 @@ async def run(options: argparse.Namespace) -> int:
     from .adopt import adopt, check  # it publishes, which claims
 
     async with opened_store(options.store) as store:
-        if options.adopt:
-            await check(store, options.run_id)
         publisher = new_publisher(store, options.run_id, "claim --adopt" if options.adopt else "claim")
-        head = await publisher.claim(
-            Boot(str(options.base), state), saved=options.resume_version, override=options.override
-        )
+        boot = Boot(str(options.base), state)
+        asked: Any = {"saved": options.resume_version, "override": options.override}
         adopted: tuple[int, ...] = ()
         if options.adopt:
+            await check(store, options.run_id)
             with scratch(options.work) as work:
-                adopted = await adopt(store, publisher, options.base, work)
-            head = publisher.head
+                adopted = await adopt(store, publisher, boot, options.base, work, **asked)
+        else:
+            await publisher.claim(boot, **asked)
+        head = publisher.head
         if options.channel is not None:
             await move_channel(
                 store,

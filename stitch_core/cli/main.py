@@ -26,7 +26,7 @@ from ..ports import EngineError, StoreError
 from ..publisher import PublishError
 from ..records import RecordRefused
 from ..replica.activation import CannotFollow, ReplicaFailed
-from ..replica.staging import WrongBase
+from ..replica.staging import NoRoom, WrongBase
 from ..scratch import remove_rest
 from ..stores.probe import error_text
 from ..versions import VersionError
@@ -43,7 +43,7 @@ DISTRIBUTION = "stitch-rl"
 KNOWN_FAILURES = (
     UsageError, CheckpointError, HostCheckpointError, RepresentationInvalid, StoreError, PublishError,
     ChannelRefused, PinRefused, VersionError, NoHead, NoPlan, CheckoutRefused, CannotFollow, WrongBase,
-    RecordRefused, EngineError, ValueError, OSError,
+    NoRoom, RecordRefused, EngineError, ValueError, OSError,
 )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from ..chain import ChainReader
 from ..checkout import stage_replanning
 from ..checkpoint import Checkpoint
 from ..delta.directory import DeltaDirectory
-from ..delta.encoder import DeltaEncoder
 from ..delta.prove import prove_delta
 from ..delta.sparse_layout import width_of
+from ..delta.streamed import stream_delta
 from ..delta.transcode import sparse_to_xor, xor_to_sparse
 from ..dialects import INDEX_NAME, read_index
 from ..files import PosixFiles
@@ -24,9 +24,8 @@ from ..head import head_key
 from ..host_checkpoint import HostCheckpoint
 from ..manifest import Manifest
 from ..ports import NoStore, NotFound, Store, SystemClock
-from ..publisher import Boot, Payload
+from ..publisher import Boot, HeadMoved, Payload
 from ..replica.staging import Stager
-from ..safetensors import Tensor
 from ..state import TensorTable, layout_difference, state_digest
 from ..stores.keys import is_key
 from ..versions import check_run_id
@@ -53,7 +52,8 @@ from .common import (
 def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands, "publish", run, "publish a checkpoint or a delta directory",
-        "Claim the run, upload DIR, read it back, and move the head to it.\n\n"
+        "Claim the run, upload DIR, read it back, and move the head to it. What is wrong with DIR is found\n"
+        "before the run is claimed, which fences its trainer.\n\n"
         "DIR is a full Hugging Face checkpoint, or a delta directory as slime and Miles write it. A delta\n"
         "is applied to a proven copy of the head first: it is refused when it does not fit. With --as-delta\n"
         "a full checkpoint is encoded against the head, and only what changed is uploaded.\n\n"
@@ -143,7 +143,6 @@ async def publish_directory(
     if options.encoding and not is_delta and not options.as_delta:
         raise UsageError("--encoding is for deltas: add --as-delta to publish DIR as one")
     boot = await asyncio.to_thread(lambda: Checkpoint.open(base, files).table())
-    # What is wrong with DIR is found before the writer of the run is fenced.
     payload = None
     for name in () if options.as_delta else _names(directory):
         if not is_key(name):
@@ -158,13 +157,26 @@ async def publish_directory(
     async with opened_store(options.store) as store:
         await _check_there(store, options.run_id)
         publisher = new_publisher(store, options.run_id, "publish")
-        head = await publisher.claim(Boot(str(options.base), state_digest(boot)))
+        version0 = Boot(str(options.base), state_digest(boot))
         with scratch(options.work) as work:
-            if payload is None or options.as_delta:
+
+            async def delta_on(head: Manifest) -> Payload:
                 say(f"rebuilding version {head.number} to prove the base")
                 prepare = given_delta if is_delta else _new_delta
                 with contextlib.closing(await rebuild(store, head, base, work / "host", files)) as host:
-                    payload = await asyncio.to_thread(prepare, options, host, work, publisher.head.number)
+                    return await asyncio.to_thread(prepare, options, host, work, head.number)
+
+            # Whatever can go wrong goes wrong here: the claim fences the run's writer.
+            head = await publisher.look(version0)
+            if payload is None or options.as_delta:
+                payload = await delta_on(head)
+            await publisher.check(payload, head)
+            try:
+                await publisher.claim(version0, at=None if payload.kind == "full" else head)
+            except HeadMoved:
+                if is_delta:  # it was made from the version before
+                    raise
+                payload = await delta_on(await publisher.claim(version0))
             say(f"publishing {len(payload.files)} files")
             manifest = await publisher.publish(payload)
             published()
@@ -219,16 +231,13 @@ def _names(directory: Path) -> tuple[str, ...]:
 
 
 def _new_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
-    encoder = DeltaEncoder.from_checkpoint(
-        Checkpoint.open(host.directory, host.files), options.encoding or "xor"
-    )
+    """What leads from the head to the checkpoint, whose layout was compared; see ``given_full``."""
     checkpoint = Checkpoint.open(options.directory, host.files)
-    tensors = {
-        name: Tensor(ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in checkpoint.tensors.items()
-    }
     host.files.remove_tree(work / "delta")  # of an earlier run with the same --work
-    delta = encoder.encode(tensors, work / "delta", host.files, number=head + 1, base_number=head)
-    encoder.commit()
+    delta = stream_delta(
+        Checkpoint.open(host.directory, host.files), lambda name, *_: checkpoint.read(name), work / "delta",
+        encoding=options.encoding or "xor", number=head + 1, base_number=head,
+    ).delta  # fmt: skip
     return Payload(
         "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed,
         options.step,

@@ -17,6 +17,7 @@ from ..ports import (
     Stamp,
     Store,
     Unavailable,
+    room_of,
     stamp_of,
 )
 from .sources import source_size
@@ -72,6 +73,10 @@ class BoundedStore:
     async def stamp(self, key: str) -> Stamp | None:
         """As BrowsableStore.stamp; None where the store is none."""
         return await self._bounded(stamp_of(self._store, key), f"looking at {key}")
+
+    async def room(self) -> int | None:
+        """See ``room_of``."""
+        return await self._bounded(room_of(self._store), "looking how much room there is")
 
     async def close(self) -> None:
         await self._store.close()

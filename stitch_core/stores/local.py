@@ -140,6 +140,10 @@ class LocalStore:
         except OSError:  # nothing can be written there
             return Stamp(written, None)
 
+    async def room(self) -> int | None:
+        """See ``room_of``. Mounts of object stores say that there is none, and take what comes."""
+        return await self._run(self._translate_read, self._files.free_bytes, self.root) or None
+
     async def delete(self, key: str) -> None:
         await self._writing(self._delete, key)
 

@@ -6,21 +6,27 @@ Everything that the judge checks holds in them too; they assert what is special.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from ..claims import Fenced, HeadMoved
+from ..delta.encoder import DeltaEncoder
 from ..head import Head, head_key
 from ..manifest import run_prefix
+from ..payload import Boot, Payload
 from ..ports import Unavailable
 from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
 from .faults import Lack
+from .process import SimulatedProcess
 from .sim_http import Response
 from .sim_random import all_is_well, point
 from .sim_replica import SimulatedReplica
-from .sim_trainer import SimulatedTrainer
-from .sim_world import World
+from .sim_trainer import SimulatedTrainer, publisher_of
+from .sim_world import BOOT, World
 
 ANY = VersionConstraint()
 LONG = 600.0
@@ -301,6 +307,45 @@ async def c81_a_mount_that_lost_a_capability(world: World) -> None:
         await serves(world, replica, 9)
 
 
+async def c38_a_delta_for_a_head_that_moves_on(world: World) -> None:
+    """An operator makes deltas ready while the trainer publishes: only one that still fits fences it, and
+    what it was claimed for is then published.
+    """
+    trainer = SimulatedTrainer(world, "t", "a", versions=12, stubborn=100)
+    replica = SimulatedReplica(world, "r", Follow("a"))
+    process, machine = SimulatedProcess(world.loop, "operator"), world.machine("operator")
+    publisher, files = publisher_of(world, process, machine, "a"), machine.files(process)
+    boot = Boot(str(BOOT), world.judge.boot_state)
+    fitted: list[bool] = []
+
+    async def publish_one() -> None:
+        head = await publisher.look(boot)
+        encoder = DeltaEncoder(world.weights[head.state], workers=1)
+        weights = world.trained(world.weights[head.state], None)
+        directory = Path(f"/var/operator/delta-{len(fitted)}")
+        delta = encoder.encode(weights, directory, files, number=head.number + 1, base_number=head.number)
+        payload = Payload(
+            "delta", delta.state, directory, delta.files, delta.base, delta.encoding, delta.changed
+        )
+        await publisher.check(payload, head)
+        await asyncio.sleep(world.random.uniform(0, 2 * world.timing.train))
+        try:
+            claimed = await publisher.claim(boot, at=head)
+        except HeadMoved:
+            fitted.append(False)
+            return
+        assert (claimed.number, claimed.state) == (head.number, head.state)
+        fitted.append(True)
+        with contextlib.suppress(Fenced):  # the trainer is started again, and claims
+            assert (await publisher.publish(payload)).representation.base == head.state
+
+    async with fleet(world, [trainer], [replica]):
+        await until(world, lambda: head_number(world) >= 1, "version 1")
+        while head_number(world) < 10:
+            await process.spawn(publish_one())
+    assert fitted
+
+
 def quietly(call: Callable[[], object]) -> None:
     """A write that lands late, and may find that another one was faster."""
     try:
@@ -319,4 +364,5 @@ CASES = [
     c31_a_swap_that_lands_late,
     c36_the_new_run_is_asked_for_before_the_switch_is_seen,
     c81_a_mount_that_lost_a_capability,
+    c38_a_delta_for_a_head_that_moves_on,
 ]

@@ -218,8 +218,8 @@ def test_as_many_versions_as_asked_for_although_numbers_are_missing(shell: Shell
         publisher = original(*args)
         claim = publisher.claim
 
-        async def claim_and_skip(*more: Any) -> Any:
-            head = await claim(*more)
+        async def claim_and_skip(*more: Any, **named: Any) -> Any:
+            head = await claim(*more, **named)
             for _ in range(10):
                 publisher.reserve()
             return head

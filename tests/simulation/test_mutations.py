@@ -213,8 +213,13 @@ def gives_up_nothing_before_it_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Head, "taken_back", lambda self, to: self)
 
 
-@method(Publisher, "builds_on")
-async def builds_on_anything(self: Publisher, state: str) -> bool:
+@method(Publisher, "_check_at")
+def claims_whatever_the_head(self: Publisher, manifest: Manifest, at: Manifest | None) -> None:
+    pass
+
+
+@method(Publisher, "_leads")
+async def builds_on_anything(self: Publisher, parent: Manifest, state: str) -> bool:
     return True
 
 
@@ -284,6 +289,7 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (forgets_what_was_given_up, "c35", GIVEN_UP),
         (gives_up_nothing_before_it_uploads, "c35", GIVEN_UP),
         (rolls_back_to_another_version, "r02", {"truth: a rollback has the weights that it names"}),
+        (claims_whatever_the_head, "c38", {"scenario: c38"}),
         (builds_on_anything, "r05", {"durable: it can be reached", "scenario: r05"}),
         (keeps_the_base_of_a_failed_publish, "c05", ARRIVES | {"scenario: it goes on", "scenario: c05"}),
     ],

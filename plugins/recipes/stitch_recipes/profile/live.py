@@ -35,7 +35,7 @@ class Replica:
 
 
 async def measure_live(asked: Asked, replica: Replica, work: Path) -> Measured:
-    """Claim the run, publish the next version to it, and let the replica take it.
+    """Make the run's next version, claim the run, publish it, and let the replica take it.
 
     ``asked.base`` is version 0 of the run; where the head has gone on from it, ``work`` takes a copy of the
     head. Raises PublishError, StoreError, NotMoved, ServerError, and what reading and staging raise.
@@ -46,9 +46,12 @@ async def measure_live(asked: Asked, replica: Replica, work: Path) -> Measured:
     state = await asyncio.to_thread(lambda: Checkpoint.open(base.directory, files).state())
     async with opened_store(replica.store) as store, HttpServer.opened(replica.server) as server:
         follow = Follow(server, ChainReader(store), replica.run, SystemClock(), asked.traffic.patience, None)
-        await follow.serving()  # before anybody is fenced
-        publisher = new_publisher(store, replica.run, "recipe profile")
-        head = await publisher.claim(Boot(str(base.directory), state))
+        await follow.serving()  # before anybody is fenced, as all that is made ready here
+        publisher, version0 = (
+            new_publisher(store, replica.run, "recipe profile"),
+            Boot(str(base.directory), state),
+        )
+        head = await publisher.look(version0)
         with contextlib.ExitStack() as held:
             directory = base.directory
             if head.state != state:
@@ -57,6 +60,8 @@ async def measure_live(asked: Asked, replica: Replica, work: Path) -> Measured:
                 held.callback(host.close)
                 directory = host.directory
             streamed = await asyncio.to_thread(delta_of, asked, base, directory, head.number, work)
+            await publisher.check(streamed.payload, head)
+            await publisher.claim(version0, at=head)
             result = Measured(asked, base, streamed, where="as the replica was started")
 
             async def publish() -> Manifest:
