@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Generic, Protocol, TypeVar
 
+from . import leaving
 from .publisher import PublishError
 
 T = TypeVar("T")
@@ -45,11 +46,6 @@ class Pipeline(Generic[T]):
         self._pending: deque[tuple[int, Future[T]]] = deque()
         self._broken = threading.Event()
 
-    @property
-    def unfinished(self) -> int:
-        """How many are on their way or wait for that."""
-        return sum(not future.done() for _, future in self._pending)
-
     def make_room(self, timeout: float | None) -> None:
         """Wait until one more may be queued; TimeoutError after ``timeout`` seconds."""
         if len(self._pending) >= self._limit and not wait([self._pending[0][1]], timeout).done:
@@ -76,7 +72,7 @@ class Pipeline(Generic[T]):
         """
         for _ in range(min(count, len(self._pending))):
             number, future = self._pending[0]
-            failure = future.exception()
+            failure = Future.exception(future)  # whoever queued it may know when its own is asked
             if failure is not None:
                 wait([behind for _, behind in self._pending])
                 self._pending.clear()
@@ -87,6 +83,20 @@ class Pipeline(Generic[T]):
             self._pending.popleft()
             self._base.commit()
             self.published = number
+        return None
+
+    def finish(self, whose: str) -> None:
+        """Wait for all that were queued, and say what is waited for where that takes long."""
+        names = ", ".join(str(number) for number, future in self._pending if not future.done())
+        leaving.wait_for(self.outstanding(), f"version {names} {whose} to be published")
+
+    def lost(self, run: str) -> str | None:
+        """Why the oldest that is not settled is not published, if so."""
+        for number, future in self._pending:
+            if not future.done():
+                return f"version {number} of run {run} was not published: the process ended first"
+            if (failure := Future.exception(future)) is not None:
+                return str(failure)
         return None
 
     def outstanding(self) -> list[Future[T]]:

@@ -7,23 +7,24 @@ claim. Between them go jobs, at most one running and one waiting, and futures.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
+import logging
 import random
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from . import leaving
 from .checkout import base_row, checkout
 from .checkpoint import Checkpoint
 from .compacting import CompactorProcess
 from .delta.encoder import DeltaEncoder, EncodedDelta
 from .files import PosixFiles
-from .manifest import Manifest
+from .manifest import Manifest, Row
 from .pipeline import Pipeline
 from .ports import Store, SystemClock
 from .publisher import Boot, Payload, Publisher, PublishError
@@ -33,6 +34,8 @@ from .stores import open_store
 from .stores.bounded import BoundedStore
 from .threads import LoopThread
 from .waking import Waker
+
+logger = logging.getLogger("stitch")
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,34 @@ class Published:
         return self.manifest.number
 
 
+class Outcome(Future[Published]):
+    """How a publish ends. ``told``: somebody has asked, once it had ended."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> Published:
+        try:
+            return super().result(timeout)
+        finally:
+            self.told = self.told or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.told = self.told or self.done()
+
+
 class PolicyPublisher:
     """Publishes a trainer's policy as deltas from its boot checkpoint. Used by one thread.
 
     A publish that fails fails the one that waits behind it, and the next ``publish`` encodes against the
     version that the head last took, so nothing has to be repaired by hand.
+
+    A process that ends, by its last line, ``sys.exit`` or an exception, waits for what is on its way. Where
+    the newest version is not published in the end, and nobody has asked its future, ``flush`` or ``close``,
+    one line on stderr says so and the exit code is 120. Each call of a publish has a deadline of its own (60
+    s and one more for each MB, six tries), so that every wait here ends where no timeout is given.
     """
 
     def __init__(
@@ -72,6 +98,8 @@ class PolicyPublisher:
         self._waker = Waker.given(wake)
         self._files, self._clock = PosixFiles(), SystemClock()
         self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(boot, self._files), encoding)
+        self._newest: Outcome | None = None
+        self._cut_off = False
         self._turn = asyncio.Lock()
         self._store: Store | None = None
         self._compacting: CompactorProcess | None = None
@@ -79,16 +107,13 @@ class PolicyPublisher:
         self._work = self._held.enter_context(own_directory(work, self._files))
         self._loop = LoopThread("stitch-publish")
         try:
-            claiming = self._claim(open_store, run, boot, producer, saved, override)
-            self._publisher, base = self._loop.run(claiming)
-            if base is not None:
-                self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(base, self._files), encoding)
-                self._files.remove_tree(base)
+            self._publisher = self._loop.run(self._open(open_store, run, producer))
+            self._claim(boot, encoding, saved, override)
         except BaseException:
             self._end_thread()
             raise
         self._pipeline: Pipeline[Published] = Pipeline(self._encoder, self._publisher.head.number)
-        atexit.register(self._warn)
+        leaving.watch(self)
 
     @classmethod
     def start(
@@ -130,9 +155,24 @@ class PolicyPublisher:
     def __enter__(self) -> PolicyPublisher:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for what is outstanding, and raise what failed."""
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Wait for what is outstanding, and raise what failed.
+
+        An exception of the body goes on once what was queued is published, since those are whole versions;
+        what fails of them is a note of it. With SystemExit, which shows none, the end of the process tells.
+        """
+        newest = self._newest
+        try:
+            self.close()
+        except (Exception, KeyboardInterrupt) as failed:
+            if error is None:
+                raise
+            error.add_note(f"stitch: {failed}")
+            self._newest = newest
+        if isinstance(error, SystemExit):
+            leaving.watch(self)
 
     @property
     def head(self) -> int:
@@ -140,7 +180,7 @@ class PolicyPublisher:
         return self._publisher.head.number
 
     def publish(
-        self, tensors: Mapping[str, Tensor], *, step: int | None = None, timeout: float = 600.0
+        self, tensors: Mapping[str, Tensor], *, step: int | None = None, timeout: float | None = None
     ) -> Future[Published]:
         """Encode ``tensors`` now and publish them in the background.
 
@@ -150,8 +190,21 @@ class PolicyPublisher:
         """
         if self._loop.closed:
             raise PublishError("this publisher is closed")
+        try:
+            return self._queue(tensors, step, timeout)
+        except Exception:
+            raise
+        except BaseException:  # such as SystemExit, of a signal's handler
+            self._cut_off = True
+            raise
+
+    def _queue(
+        self, tensors: Mapping[str, Tensor], step: int | None, timeout: float | None
+    ) -> Future[Published]:
         self._pipeline.make_room(timeout)
-        self._settle()
+        failure = self._settle()
+        if failure is not None and self._newest is not None and not self._newest.told:
+            logger.warning("%s; the next version has its weights", failure)
         number = self._loop.run(self._reserve())
         directory = self._work / f"delta-{number:06d}"
         try:
@@ -162,26 +215,31 @@ class PolicyPublisher:
         except BaseException:
             self._files.remove_tree(directory)
             raise
-        future: Future[Published] = Future()
+        future = Outcome()
         future.set_running_or_notify_cancel()  # a version that is half published cannot be called back
         self._loop.start(self._finish(future, delta, directory, number, step))
         self._pipeline.queued(number, future)
+        self._newest, self._cut_off = future, False
         return future
 
-    def flush(self, timeout: float = 600.0) -> None:
+    def flush(self, timeout: float | None = None) -> None:
         """Wait until nothing is outstanding; TimeoutError after ``timeout`` seconds.
 
         Raises the PublishError of a publish that failed since the last ``publish`` or ``flush``.
         """
         outstanding = self._pipeline.outstanding()
+        if timeout is None:
+            self.finish()
         late = wait(outstanding, timeout).not_done
         self._settle()
         for future in outstanding:
             if future in late:
                 raise TimeoutError(f"{len(late)} publishes are not done after {timeout:g} s")
-            future.result()
+            if (failure := Future.exception(future)) is not None:
+                self._newest = None  # whoever called knows by now
+                raise failure
 
-    def close(self, timeout: float = 600.0) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Wait for what is outstanding and end the thread; what is not done by then is cut off.
 
         Raises as ``flush`` does. Closing twice is fine.
@@ -190,25 +248,38 @@ class PolicyPublisher:
             return
         try:
             self.flush(timeout)
+        except Exception:
+            self._newest = None
+            raise
         finally:
             self._end_thread()
 
-    def _settle(self) -> None:
-        """Tell the encoder how finished publishes ended, in their order. Their futures have the failures."""
-        while ended := self._pipeline.ended():
-            self._pipeline.settle(ended)
+    def finish(self) -> None:
+        """Wait for what is outstanding, and say so where that takes long. Raises nothing of how it ends."""
+        self._pipeline.finish(f"of run {self._publisher.run}")
 
-    def _warn(self) -> None:
-        lost = self._pipeline.unfinished
-        if lost:
-            print(
-                f"stitch: the process ends with {lost} versions of run {self._publisher.run} not published: "
-                "close the publisher, or use it in a with statement",
-                file=sys.stderr,
-            )
+    def lost(self) -> str | None:
+        """Why the newest version is not published, if nobody has asked; see ``leaving``."""
+        run, newest = self._publisher.run, self._newest
+        if self._cut_off:
+            return f"the newest version of run {run} was not published: it was cut off before it was queued"
+        if newest is None or newest.told:
+            return None
+        if not newest.done():
+            return f"version {self._pipeline.encoded} of run {run} was not published: the process ended"
+        failure = Future.exception(newest)
+        return None if failure is None else str(failure)
+
+    def _settle(self) -> BaseException | None:
+        """Tell the encoder how finished publishes ended, in their order; the last failure."""
+        failure = None
+        while ended := self._pipeline.ended():
+            failure = self._pipeline.settle(ended) or failure
+        return failure
 
     def _end_thread(self) -> None:
-        atexit.unregister(self._warn)
+        if not self._cut_off:
+            leaving.forget(self)
         if self._compacting is not None:
             self._compacting.close()
         self._loop.run(self._end())
@@ -216,40 +287,52 @@ class PolicyPublisher:
         self._loop.close()
         self._held.close()
 
+    def _claim(self, boot: Path, encoding: str, saved: int | None, override: bool) -> None:
+        """Become the writer, with an encoder on what the next delta builds on.
+
+        That is made before the claim, which fences the writer before, and again only if the floor rose
+        above it meanwhile.
+        """
+        publisher = self._publisher
+        version0 = Boot(str(boot), self._encoder.state)
+        asked: Any = {"resume": version0.state if saved is None else None, "saved": saved}
+        head = self._loop.run(publisher.look(version0, **asked, override=override))
+        self._build_on(base_row(head, saved), boot, encoding)
+        head = self._loop.run(publisher.claim(version0, **asked, override=override))
+        if not self._loop.run(publisher.builds_on(self._encoder.state)):
+            self._build_on(base_row(head, saved), boot, encoding)
+
+    def _build_on(self, row: Row | None, boot: Path, encoding: str) -> None:
+        """None is version 0, whose encoder is there. Only one encoder is in memory at a time."""
+        if row is None:
+            return
+        base = self._work / "base"
+        self._loop.run(self._check_out(row.number, base, boot))
+        del self._encoder
+        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(base, self._files), encoding)
+        self._files.remove_tree(base)
+
     # ------------------------------------------------------------------- on the publishing thread's loop
 
-    async def _claim(
-        self,
-        open_store: Callable[[], Store],
-        run: str,
-        boot: Path,
-        producer: Mapping[str, Any],
-        saved: int | None,
-        override: bool,
-    ) -> tuple[Publisher, Path | None]:
-        """The publisher, and a checkpoint to build on where that is not ``boot``."""
+    async def _open(
+        self, open_store: Callable[[], Store], run: str, producer: Mapping[str, Any]
+    ) -> Publisher:
         self._store = BoundedStore(open_store(), 60.0)
-        publisher = Publisher(
+        return Publisher(
             self._store, run, files=self._files, clock=self._clock, rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=producer,
             raise_floor=True,
         )  # fmt: skip
-        state = self._encoder.state
-        head = await publisher.claim(
-            Boot(str(boot), state), resume=state if saved is None else None, saved=saved, override=override
-        )
-        row = base_row(head, saved)
-        if row is None:
-            return publisher, None
-        base = self._work / "base"
-        await checkout(self._store, run, row.number, base, files=self._files, base=boot)
-        return publisher, base
+
+    async def _check_out(self, number: int, base: Path, boot: Path) -> None:
+        assert self._store is not None
+        await checkout(self._store, self._publisher.run, number, base, files=self._files, base=boot)
 
     async def _reserve(self) -> int:
         return self._publisher.reserve()
 
     async def _finish(
-        self, future: Future[Published], delta: EncodedDelta, directory: Path, number: int, step: int | None
+        self, future: Outcome, delta: EncodedDelta, directory: Path, number: int, step: int | None
     ) -> None:
         """Publish, and put the outcome into ``future``."""
         try:

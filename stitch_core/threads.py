@@ -13,6 +13,24 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class Pool(ThreadPoolExecutor):
+    """Goes on with the threads that it has where no more can be started, of which one is there at once.
+
+    From Python 3.12 on that is so as soon as the main thread has ended, while what it left is still awaited.
+    """
+
+    def __init__(self, count: int | None, name: str) -> None:
+        super().__init__(count, thread_name_prefix=name)
+        self.submit(lambda: None)
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:
+                raise
+
+
 class Threads:
     """A ``RunBlocking`` with threads of its own, so that a hung mount starves nobody else's calls.
 
@@ -20,7 +38,7 @@ class Threads:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._pool = Pool(count, name)
 
     async def __call__(self, function: Callable[..., T], /, *args: Any) -> T:
         loop = asyncio.get_running_loop()
@@ -36,6 +54,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._pool = Pool(None, name)
+        self._loop.set_default_executor(self._pool)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -61,7 +81,7 @@ class LoopThread:
         """End the thread; nothing may be running."""
         if self.closed:
             return
-        self.run(self._loop.shutdown_default_executor())
+        self._pool.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

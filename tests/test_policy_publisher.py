@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stitch_core.checkpoint import CheckpointError
 from stitch_core.delta import DeltaError
 from stitch_core.dialects import INDEX_NAME
-from stitch_core.files import PosixFiles
 from stitch_core.policy_publisher import PolicyPublisher, Published
 from stitch_core.ports import Store, StoreError
 from stitch_core.publisher import ClaimRefused, Fenced, OutcomeUnknown, PublishError
 from stitch_core.state import state_digest
 from stitch_core.stores.memory import MemoryStore
-from stitch_core.testing.checkpoints import random_tensors, table_of, write_checkpoint
+from stitch_core.testing.checkpoints import table_of
 from tests.small_run import FaultyStore, Trainer, rebuild_all
 
 
@@ -352,31 +348,3 @@ def test_a_real_store_in_a_directory(trainer: Trainer, tmp_path: Path) -> None:
     assert again.publish(trainer.learn()).result(60).number == 1
     again.close()
     assert not any(thread.name.startswith("stitch-publish") for thread in threading.enumerate())
-
-
-UNCLOSED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from stitch_core.checkpoint import Checkpoint
-from stitch_core.files import PosixFiles
-from stitch_core.policy_publisher import PolicyPublisher
-from stitch_core.safetensors import Tensor
-root = Path(sys.argv[2])
-publisher = PolicyPublisher.start(f"file:{root}/store", "r", boot=root / "boot", work=root / "work")
-base = Checkpoint.open(root / "boot", PosixFiles())
-async def never(*_):
-    import asyncio
-    await asyncio.sleep(3600)
-publisher._publisher.publish = never
-publisher.publish({n: Tensor(t.dtype, t.shape, base.read(n)) for n, t in base.tensors.items()})
-"""
-
-
-def test_a_process_that_ends_without_close_says_what_it_lost(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "boot", PosixFiles(), random_tensors(np.random.default_rng(0)))
-    done = subprocess.run(
-        [sys.executable, "-c", UNCLOSED, str(Path(__file__).parents[1]), str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert "1 versions of run r not published" in done.stderr

@@ -12,14 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from .. import leaving
 from ..checkpoint import Checkpoint
 from ..delta.directory import write_index, write_shards, write_sparse_index
 from ..delta.encoder import DeltaEncoder
 from ..delta.wire import DeltaError
 from ..pipeline import Pipeline
-from ..ports import Files
+from ..ports import Files, TrainerGroup
 from ..safetensors import Tensor
-from ..state import TensorInfo
+from ..state import TensorInfo, layout_difference
 from ..versions import directory_name
 from .group import RanksFailed, together
 from .publication import FleetLate, GroupPublisher
@@ -31,7 +32,8 @@ class OwnDelta:
     """Encodes and publishes a policy that lies on several ranks, none of it twice.
 
     With the setting ``async_`` a version is published behind the next step: at most one more waits, and the
-    next ``publish`` is where a failure is raised, and where the base goes back for it.
+    next ``publish`` is where a failure is raised, and where the base goes back for it. The first version, the
+    weights that the trainer starts with, is waited for all the same: rollouts begin when it returns.
     """
 
     def __init__(self, publisher: GroupPublisher, files: Files) -> None:
@@ -44,11 +46,11 @@ class OwnDelta:
         self._started_at = publisher.number
         self._late: dict[int, FleetLate] = {}
         self._thread = ThreadPoolExecutor(1, "stitch-behind") if publisher.behind else None
+        if self._thread is not None:
+            leaving.watch(self)
 
-    def publish(
-        self, tensors: Mapping[str, Tensor], *, step: int | None = None, wait: bool = False
-    ) -> int | None:
-        """Publish the policy; its number, or None when the trainer starts with the head's own weights.
+    def publish(self, tensors: Mapping[str, Tensor], *, step: int | None = None, wait: bool = False) -> int:
+        """Publish the policy; its number.
 
         ``tensors`` are this rank's, under the names and in the layout of the boot checkpoint; a rank that
         is no source passes none. A tensor that several ranks pass is taken from the first. ``wait``: return
@@ -61,11 +63,11 @@ class OwnDelta:
         with self._telling():
             number = self._publisher.reserve()
         encoder, pipeline = self._started(names, mine, number)
+        first = pipeline.published == self._started_at
         directory = self._work / directory_name(number)
         try:
             own = {name: tensors[name] for name in mine}
-            if not self._write(encoder, pipeline, own, directory, number):
-                return None
+            self._write(encoder, pipeline, own, directory, number)
             self._publisher.use(number)
         except BaseException:
             # What was encoded before this is still on its way; only this one is taken back.
@@ -73,7 +75,7 @@ class OwnDelta:
             encoder.undo()
             raise
         pipeline.queued(number, self._begin(lambda: self._deliver(pipeline, directory, number, step)))
-        if self._thread is None or wait:
+        if self._thread is None or wait or first:
             self._settle(everything=True)
         return number
 
@@ -81,8 +83,18 @@ class OwnDelta:
         """Wait for what is on its way; collective. Raises RanksFailed."""
         self._settle(everything=True)
 
+    def finish(self) -> None:
+        """Wait for what is on its way here, on this rank alone; see ``leaving``."""
+        if self._pipeline is not None:
+            self._pipeline.finish(f"of run {self._publisher.settings.run}")
+
+    def lost(self) -> str | None:
+        """Why a version is not published that no call has raised so far."""
+        return None if self._pipeline is None else self._pipeline.lost(self._publisher.settings.run)
+
     def close(self) -> None:
         """Wait for what is on its way, say nothing of how it ends (``flush`` does), and end all threads."""
+        leaving.forget(self)
         if self._thread is not None:
             self._thread.shutdown()
         self._publisher.close()
@@ -93,7 +105,7 @@ class OwnDelta:
         """The encoder, made from the base when the first version is encoded."""
         if self._encoder is None or self._pipeline is None:
             what = f"encoding {directory_name(number)}"
-            self._together(what, lambda: self._check(names))
+            self._together(what, lambda: _check_names(self._boot, names))
             encoders: list[DeltaEncoder] = []  # not gathered: it holds the weights
             self._together(what, lambda: encoders.append(self._base(mine)))
             self._publisher.release_base()
@@ -108,20 +120,13 @@ class OwnDelta:
         own: Mapping[str, Tensor],
         directory: Path,
         number: int,
-    ) -> bool:
-        """Encode into ``directory``; False where the head has this state and nothing is to be published."""
+    ) -> None:
+        """Encode into ``directory``."""
         what = f"encoding {directory_name(number)}"
         base = pipeline.encoded
         parts = self._together(what, lambda: self._encode(encoder, own, directory))
         weight_map = {name: file for part, _ in parts for name, file in part.items()}
-        if base == self._started_at:
-            table = {name: info for _, part in parts for name, info in part.items()}
-            if self._publisher.adopt(table):
-                encoder.commit()
-                self._files.remove_tree(directory)
-                return False
         self._together(what, lambda: self._index(directory, weight_map, number, base))
-        return True
 
     def _begin(self, call: Callable[[], None]) -> Future[None]:
         if self._thread is not None:
@@ -188,12 +193,6 @@ class OwnDelta:
         before = {name for other in names[: self._group.rank] for name in other}
         return [name for name in names[self._group.rank] if name not in before]
 
-    def _check(self, names: list[list[str]]) -> None:
-        found = {name for other in names for name in other}
-        for name in sorted(found ^ set(self._boot.tensors)):
-            word = "extra in" if name in found else "missing from"
-            raise DeltaError(f"tensor {name} is {word} what the trainer gathered, compared with version 0")
-
     def _base(self, mine: list[str]) -> DeltaEncoder:
         """An encoder of this rank's tensors, as they are in the boot checkpoint."""
         refs = self._boot.tensors
@@ -231,3 +230,31 @@ class OwnDelta:
             write_sparse_index(directory, files, names, number=number, base_number=base)
         else:
             write_index(directory, files, weight_map, number=number, base_number=base, encoding=encoding)
+
+
+def check_policy(group: TrainerGroup, boot: Path, files: Files, tensors: Mapping[str, Tensor]) -> None:
+    """Whether the ranks together have the boot checkpoint's tensors, by name, dtype and shape; collective.
+
+    For before a claim: what cannot be published is to fence no trainer. Raises RanksFailed.
+    """
+    names = together(group, "gathering the policy", lambda: sorted(tensors))
+
+    def check() -> None:
+        checkpoint = Checkpoint.open(boot, files)
+        _check_names(checkpoint, names)
+        refs = {name: checkpoint.tensors[name] for name in tensors}
+        difference = layout_difference(
+            {name: TensorInfo(ref.dtype, ref.shape, "") for name, ref in refs.items()},
+            {name: TensorInfo(t.dtype, tuple(t.shape), "") for name, t in tensors.items()},
+        )
+        if difference is not None:
+            raise DeltaError(f"what the trainer gathered is not laid out as version 0: {difference}")
+
+    together(group, "comparing the policy with version 0", check)
+
+
+def _check_names(boot: Checkpoint, names: list[list[str]]) -> None:
+    found = {name for other in names for name in other}
+    for name in sorted(found ^ set(boot.tensors)):
+        word = "extra in" if name in found else "missing from"
+        raise DeltaError(f"tensor {name} is {word} what the trainer gathered, compared with version 0")
