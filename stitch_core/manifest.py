@@ -86,6 +86,13 @@ class Row:
     state: str
     bytes: int
 
+    @property
+    def epoch(self) -> int:
+        """Of the writer that published it; rows are checked when they are read."""
+        found = read_manifest_key(self.key)
+        assert found is not None
+        return found[1]
+
     def to_json(self) -> list[Any]:
         return [self.number, self.key, self.digest, self.state, self.bytes]
 

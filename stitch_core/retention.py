@@ -33,7 +33,6 @@ from .manifest import (
     Manifest,
     Row,
     floor_number,
-    read_manifest_key,
     read_payload_key,
     run_prefix,
 )
@@ -118,7 +117,7 @@ class Collector:
         newest = await self._manifest(head)
         cutoff = await self._cutoff(head, newest)
         rows = await self._rows(newest, cutoff)
-        on_chain = {(row.number, _epoch(row)) for row in rows}
+        on_chain = {(row.number, row.epoch) for row in rows}
         listed = await self._list()
         names = (place_of(entry.key.removeprefix(run_prefix(self._run))) for entry in listed)
         self._records = {f"sha256:{name[2]}" for name in names if name is not None}
@@ -227,7 +226,7 @@ class Collector:
         # What is neither a record nor a recent version is looked for further down, which takes longer.
         if fetching - self._records - {row.digest for row in rows}:
             rows = await self._rows(newest, 0)
-        versions = frozenset((row.number, _epoch(row)) for row in rows if row.digest in fetching)
+        versions = frozenset((row.number, row.epoch) for row in rows if row.digest in fetching)
         return Protected(tuple(ranges), versions, frozenset(fetching))
 
     async def _named(self) -> Any:
@@ -312,12 +311,6 @@ class Collector:
                     sweep.failed[key] = str(error)
 
         await asyncio.gather(*(one(key, call) for key, call in calls.items()))
-
-
-def _epoch(row: Row) -> int:
-    found = read_manifest_key(row.key)
-    assert found is not None  # rows are checked when they are read
-    return found[1]
 
 
 def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -48,6 +49,25 @@ class HeadReader:
         if self._last is not None and time.monotonic() - self._last[0] < self._fresh_for:
             return self._last[1]
         return self.read()
+
+    def oldest(self, lag: int) -> int:
+        """The oldest version that may be rolled out: ``lag`` before the head, and no writer's before its own.
+
+        So nothing is rolled out that was there before the trainer started, nor before a rollback: the first
+        version of the newest one's writer has the weights that it began with. Raises StoreError, FormatError.
+        """
+        head = self.recent()
+        if head is None or lag == 0:
+            return 0 if head is None else head.number
+        return self._loop.run(retrying(lambda: self._oldest(head, lag), self._retry, random.Random()))
+
+    async def _oldest(self, head: Head, lag: int) -> int:
+        newest = await self._chain.manifest(self.run, head)
+        rows = await self._chain.rows(newest, number=max(0, head.number - lag))
+        own = itertools.takewhile(lambda row: row.epoch == newest.epoch, rows)
+        first = min(row.number for row in own)
+        # Version 0 is the boot checkpoint, which the first writer's weights need not be.
+        return max(head.number - lag, first, min(1, head.number))
 
     def close(self) -> None:
         """Let go of the store and end the thread. Closing twice is fine."""

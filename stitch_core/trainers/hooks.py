@@ -53,8 +53,8 @@ class Trainer:
         start = self._publisher.claim(self._saved)
         if self.group.rank == 0:
             logger.info(
-                "run %s is claimed (epoch %d), its head is version %d%s", self.settings.run, start.epoch,
-                start.number, "; the trainer's weights become the next one" if start.resumed else "",
+                "run %s is claimed (epoch %d), its head is version %d; the trainer's weights become the next",
+                self.settings.run, start.epoch, start.number,
             )  # fmt: skip
         return start
 
@@ -223,11 +223,12 @@ def snapshot_from(updater: Any, directory: Path) -> Iterator[None]:
 
 
 def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> None:
-    """Make a framework's delta updater claim the run first, count on from its head, and publish on resume.
+    """Make a framework's delta updater claim the run first, count on from its head, and publish at the start.
 
-    The stock updater's first call publishes nothing and counts from 0. A resumed trainer has weights of its
-    own, which nobody serves yet: they become the next version at once. Its snapshot is taken from what the
-    claim proved. Raises RanksFailed for settings that only Stitch's own encoder can have.
+    The stock updater's first call publishes nothing and counts from 0, as if the trainer's weights were the
+    boot checkpoint's. They may be others, which no replica serves yet: they become the next version at once,
+    before the first rollout. Its snapshot is taken from what the claim proved. Raises RanksFailed for
+    settings that only Stitch's own encoder can have.
     """
     if trainer().settings.async_:
         raise RanksFailed(
@@ -244,13 +245,11 @@ def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> Non
             original(self)
             return
         here = trainer()
-        start = here.begin()
-        self.weight_version = start.number
+        self.weight_version = here.begin().number
         with snapshot_from(self, here.publisher.base):
             original(self)
         here.publisher.release_base()
-        if start.resumed:
-            original(self)
+        original(self)
 
     update_weights.stitch = True  # type: ignore[attr-defined]
     updater.update_weights = update_weights  # type: ignore[attr-defined]

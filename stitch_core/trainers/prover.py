@@ -69,12 +69,7 @@ class Prover:
         ``base`` is the state of the version, on the chain of ``head``, that it was made from. Raises
         DeltaError when it does not fit, or does not give the bytes that its checksums promise.
         """
-        if self._host.holding is None or self._host.holding.state != base:
-            found = await self._chain.find(head, lambda row: row.state == base)
-            if found is None:
-                raise DeltaError(f"{base} is the state of no version of run {head.run}")
-            await self._make_way()
-            await stage_replanning(self._stager, found)
+        await self.hold(head, base)
         await asyncio.to_thread(self._files.remove_tree, self._fetched)
         await asyncio.to_thread(self._files.make_dirs, self._fetched)
         try:
@@ -90,6 +85,16 @@ class Prover:
                 policy=self._policy,
             )  # fmt: skip
         return await asyncio.to_thread(self._prove)
+
+    async def hold(self, head: Manifest, base: str) -> None:
+        """Have a copy of the version on the chain of ``head`` that has the state ``base``. DeltaError."""
+        if self._host.holding is not None and self._host.holding.state == base:
+            return
+        found = await self._chain.find(head, lambda row: row.state == base)
+        if found is None:
+            raise DeltaError(f"{base} is the state of no version of run {head.run}")
+        await self._make_way()
+        await stage_replanning(self._stager, found)
 
     def _prove(self) -> tuple[Changed, str]:
         delta = DeltaDirectory.open(self._fetched, self._files)

@@ -7,7 +7,6 @@ call here is made by every rank, and ends alike on every rank.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -23,7 +22,7 @@ from ..compacting import CompactorProcess
 from ..files import PosixFiles
 from ..fleet import wait_for_replicas
 from ..head import Channel
-from ..manifest import Manifest, Row
+from ..manifest import FormatError, Manifest, Row
 from ..payload import Boot, Payload
 from ..ports import Files, FileSource, NotFound, Store, SystemClock, TrainerGroup
 from ..publisher import Publisher, PublishError
@@ -55,15 +54,13 @@ class FleetLate(RanksFailed):
 
 @dataclass(frozen=True)
 class Start:
-    """What a claim found: the head's number, whether the run had versions before, its epoch and state.
+    """What a claim found: the head's number, and the epoch that it began.
 
     ``base`` is the version that the next delta builds on, None for version 0.
     """
 
     number: int
     epoch: int
-    resumed: bool
-    state: str
     base: Row | None = None
 
 
@@ -103,23 +100,32 @@ class GroupPublisher:
         self.number = 0
         self.on_published: Callable[[Manifest], None] = lambda _: None
         self._reserved: int | None = None
+        self._asked: dict[str, Any] = {}
+        self._pointed = True
 
     def claim(self, saved: Callable[[], RunRecord | None] = lambda: None) -> Start:
         """Prove the boot checkpoint, become the run's writer, and fence the one before.
 
         ``saved``, asked on rank 0, is the record of the checkpoint that the trainer goes on from. The next
         delta builds on ``base``, a checkpoint directory on every host whose state was proven: the framework's
-        snapshot is to be taken from there, and ``release_base`` called then. Raises RanksFailed.
+        snapshot is to be taken from there, and ``release_base`` called then. All of that is there before
+        anybody is fenced. Raises RanksFailed.
         """
-        self._boot = self._table = boot_table(self.settings.boot, self._files, self.group)
+        self._boot = boot_table(self.settings.boot, self._files, self.group)
         what = f"claiming run {self.settings.run}"
-        claimed = together(self.group, what, lambda: self._claim_here(saved))[0]
+        looked = together(self.group, what, lambda: self._look_here(saved))[0]
+        self._build_on(looked)
+        claimed = together(self.group, what, lambda: self._claim_here(looked))[0]
         assert claimed is not None
         self.start, self.number, self._reserved = claimed, claimed.number, None
-        self.base = self.settings.boot
-        if claimed.base is not None:
-            self.base, self._table = self._checkout.check_out(claimed.base)
+        if claimed.base != looked:
+            self._build_on(claimed.base)
         return claimed
+
+    def _build_on(self, row: Row | None) -> None:
+        self.base, self._table = self.settings.boot, self._boot
+        if row is not None:
+            self.base, self._table = self._checkout.check_out(row)
 
     def release_base(self) -> None:
         """The snapshot is taken from ``base``, on every rank: it is not needed any more."""
@@ -139,13 +145,6 @@ class GroupPublisher:
         assert number is not None
         self._reserved = number
         return number
-
-    def adopt(self, table: TensorTable) -> bool:
-        """Whether ``table`` is the state of the head as claimed; then the next delta builds on it."""
-        if self.start is None or state_digest(table) != self.start.state:
-            return False
-        self._table = table
-        return True
 
     def publish(self, directory: Path, number: int, *, step: int | None = None) -> int:
         """Make the delta in ``directory`` (on whichever hosts its files lie) version ``number``.
@@ -224,12 +223,13 @@ class GroupPublisher:
 
     # ---------------------------------------------------------------------------------------- rank 0 only
 
-    def _claim_here(self, saved: Callable[[], RunRecord | None]) -> Start | None:
+    def _look_here(self, saved: Callable[[], RunRecord | None]) -> Row | None:
+        """What the next delta is to build on, None for version 0; and all that could be in a claim's way."""
         if self.group.rank != 0:
             return None
         settings, record = self.settings, saved()
         self._waker = Waker.given(settings.wake)
-        publisher = Publisher(
+        self._publisher = Publisher(
             self._store, settings.run, files=self._files, clock=SystemClock(), rng=random.Random(),
             nonce=lambda: secrets.token_hex(16), run_blocking=asyncio.to_thread, producer=self._producer,
             retry=self._retry, swap_deadline=settings.patience, alone=settings.alone,
@@ -237,22 +237,39 @@ class GroupPublisher:
         )  # fmt: skip
         number = None if record is None else record.version
         boot = Boot(str(settings.boot), state_digest(self._boot))
-        head = self._loop.run(publisher.claim(boot, saved=number, override=settings.override))
-        if settings.channel is not None:
-            self._loop.run(self._point(settings.channel))
+        self._asked = {"saved": number, "override": settings.override}
+        head = self._loop.run(self._publisher.look(boot, **self._asked))
+        row = base_row(head, number)
+        self._pointed = settings.channel is None or self._loop.run(self._points(settings.channel))
+        if (prover := self._proving()) is not None:
+            self._loop.run(prover.hold(head, boot.state if row is None else row.state))
+        return row
+
+    def _claim_here(self, looked: Row | None) -> Start | None:
+        """``looked`` stays the base, unless the floor rose above it meanwhile."""
+        if self.group.rank != 0:
+            return None
+        settings, publisher = self.settings, self._rank0()
+        boot = Boot(str(settings.boot), state_digest(self._boot))
+        head = self._loop.run(publisher.claim(boot, **self._asked))
+        if settings.channel is not None and not self._pointed:
+            move = move_channel(
+                self._store, settings.channel, Channel(settings.run), rng=random.Random(),
+                nonce=secrets.token_hex(8),
+            )  # fmt: skip
+            self._loop.run(move)
         if settings.compact and self._compacting is None:
             self._compacting = CompactorProcess(settings.store, settings.run, settings.boot, settings.work)
             self._compacting.ensure()
-        self._publisher = publisher
-        return Start(head.number, publisher.epoch, head.number > 0, head.state, base_row(head, number))
+        fits = self._loop.run(publisher.builds_on(state_digest(self._table)))
+        return Start(head.number, publisher.epoch, looked if fits else base_row(head, self._asked["saved"]))
 
-    async def _point(self, name: str) -> None:
-        run = self.settings.run
-        with contextlib.suppress(NotFound):
-            if (await ChainReader(self._store).channel(name)).run == run:
-                return  # also where somebody chose an exact version of it
-        nonce = secrets.token_hex(8)
-        await move_channel(self._store, name, Channel(run), rng=random.Random(), nonce=nonce)
+    async def _points(self, name: str) -> bool:
+        """Whether the channel is at this run, also where somebody chose an exact version of it."""
+        try:
+            return (await ChainReader(self._store).channel(name)).run == self.settings.run
+        except (NotFound, FormatError):  # a move repairs what cannot be read
+            return False
 
     def _rank0(self) -> Publisher:
         if self._publisher is None:

@@ -63,13 +63,13 @@ def current_episode() -> Episode | None:
 class Demand:
     """Each request's constraint: at most ``lag`` versions behind the head. Evaluation asks for the head."""
 
-    def __init__(self, settings: TrainerSettings, head: Callable[[], int]) -> None:
-        """``head`` returns the newest number; it may block for one read of a small object."""
-        self.settings, self._head = settings, head
+    def __init__(self, settings: TrainerSettings, oldest: Callable[[int], int]) -> None:
+        """``oldest`` returns the oldest number for a lag; it may block for reads of small objects."""
+        self.settings, self._oldest = settings, oldest
 
     def constraint(self, evaluation: bool) -> VersionConstraint:
         lag = 0 if evaluation else self.settings.lag
-        return VersionConstraint(min_version=max(0, self._head() - lag), run=self.settings.run)
+        return VersionConstraint(min_version=self._oldest(lag), run=self.settings.run)
 
     def wrap(self, post: Post) -> Post:
         """A ``post(url, payload, ...)`` that adds the demand to generating requests and keeps reports."""

@@ -34,7 +34,7 @@ class RolloutSide:
             self._head = HeadReader(
                 lambda: open_store(settings.store), settings.run, patience=settings.patience
             )
-        install(Demand(self._settings, self._number), self._http_module, self._package)
+        install(Demand(self._settings, self._head.oldest), self._http_module, self._package)
         return self._head
 
     @property
@@ -42,11 +42,6 @@ class RolloutSide:
         """Once it is set up."""
         assert self._settings is not None
         return self._settings.run
-
-    def _number(self) -> int:
-        assert self._head is not None
-        head = self._head.recent()
-        return 0 if head is None else head.number
 
 
 def recording(generate: Generate) -> Generate:

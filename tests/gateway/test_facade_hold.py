@@ -146,6 +146,19 @@ async def test_lag_is_counted_from_the_head(
     assert await version(fleet) == (7 if served else "WeightVersionNotReady")
 
 
+@pytest.mark.parametrize(
+    ("lag", "head", "served"), [(1, 0, True), (1, 1, False), (9, 3, False), (9, 0, True)]
+)
+async def test_c79_no_lag_reaches_back_to_the_boot_checkpoint(
+    fleet: Fleet, store: AwayStore, replica: EngineReplica, lag: int, head: int, served: bool
+) -> None:
+    """Version 1 has the weights that the trainer started with, which may be others."""
+    replica.serves(0)
+    await store.publish(head)
+    await start(fleet, store, hold=0.1, lag=lag, facade=False)
+    assert await version(fleet) == (0 if served else "WeightVersionNotReady")
+
+
 async def test_the_head_is_as_new_as_the_last_update_that_was_answered(
     fleet: Fleet, store: AwayStore, replica: EngineReplica
 ) -> None:

@@ -20,7 +20,7 @@ from stitch_core.trainers.publication import FleetLate, GroupPublisher
 from stitch_core.trainers.settings import TrainerSettings
 from tests.small_run import FILES
 from tests.test_policy_publisher import Gated, refuse
-from tests.trainers.ranks import ThreadGroup, World, on_ranks, same
+from tests.trainers.ranks import ThreadGroup, World, on_ranks, own, same
 from tests.trainers.test_publication import plain, rebuilt, versions
 from tests.woken import Woken
 
@@ -31,43 +31,47 @@ def world(tmp_path: Path) -> World:
 
 
 def behind(world: World, group: Any, store: Callable[[], Store] | None = None, **more: Any) -> OwnDelta:
+    """It has published what the trainer starts with, version 1, which is waited for."""
     settings = world.settings(async_=True, **more)
     publisher = GroupPublisher(settings, group, files=FILES, store=store or world.store)
     publisher.claim()
-    return OwnDelta(publisher, FILES)
+    delta = OwnDelta(publisher, FILES)
+    assert delta.publish(world.share(world.history[0], group.rank, group.size)) == 1
+    assert publisher.number == 1
+    return delta
 
 
 def test_every_step_is_published_in_order(world: World) -> None:
     todo = [world.learn() for _ in range(5)]
 
-    def train(group: ThreadGroup) -> list[int | None]:
+    def train(group: ThreadGroup) -> list[int]:
         delta = behind(world, group)
-        done = [delta.publish(world.share(world.history[0], group.rank, 3))]
-        done += [delta.publish(world.share(t, group.rank, 3), step=i) for i, t in enumerate(todo)]
+        done = [delta.publish(world.share(t, group.rank, 3), step=i) for i, t in enumerate(todo)]
         delta.flush()
         return done
 
-    assert same(on_ranks(3, train)) == [None, 1, 2, 3, 4, 5]
-    assert [(m.number, m.step) for m in versions(world)] == [(0, None), *((i + 1, i) for i in range(5))]
-    assert rebuilt(world, 5) == plain(world.tensors)
+    assert same(on_ranks(3, train)) == [2, 3, 4, 5, 6]
+    steps = [(0, None), (1, None), *((i + 2, i) for i in range(5))]
+    assert [(m.number, m.step) for m in versions(world)] == steps
+    assert rebuilt(world, 6) == plain(world.tensors)
     assert not FILES.list(world.root / "work" / "updates")
 
 
 def test_the_trainer_goes_on_meanwhile_then_waits(world: World) -> None:
     store = Gated(world.store())
     delta = behind(world, Solo(), lambda: store)
-    store.hold = "weight_v000001"
+    store.hold = "weight_v000002"
     began = time.monotonic()
-    assert delta.publish(world.learn()) == 1
     assert delta.publish(world.learn()) == 2
+    assert delta.publish(world.learn()) == 3
     assert store.held.wait(10)
-    assert [m.number for m in versions(world)] == [0]
-    assert not any("v000002" in key for _, key in store.calls), "the one that waits uploads nothing"
+    assert [m.number for m in versions(world)] == [0, 1]
+    assert not any("v000003" in key for _, key in store.calls), "the one that waits uploads nothing"
     threading.Timer(0.2, store.go.set).start()
-    assert delta.publish(world.learn()) == 3  # waits for the first
+    assert delta.publish(world.learn()) == 4  # waits for the first
     assert time.monotonic() - began > 0.15
     delta.flush()
-    assert [m.number for m in versions(world)] == [0, 1, 2, 3]
+    assert [m.number for m in versions(world)] == [0, 1, 2, 3, 4]
 
 
 def test_c04_a_failure_is_everybodys_at_the_next_step_and_then_repaired(world: World) -> None:
@@ -76,7 +80,7 @@ def test_c04_a_failure_is_everybodys_at_the_next_step_and_then_repaired(world: W
     def train(group: ThreadGroup) -> list[str | int | None]:
         store = Gated(world.store())
         if group.rank == 0:  # the uploader of this host
-            store.fail = refuse("v000002/model-rank00001")
+            store.fail = refuse("v000003/model-rank00001")
         delta = behind(world, group, lambda: store)
         done: list[str | int | None] = []
         for tensors in todo[:3]:
@@ -95,14 +99,14 @@ def test_c04_a_failure_is_everybodys_at_the_next_step_and_then_repaired(world: W
         return done
 
     done = same(on_ranks(2, train))
-    assert done[:2] == [1, 2]
+    assert done[:2] == [2, 3]
     failures = [text for text in done if isinstance(text, str)]
     assert len(failures) == 1, failures
-    assert "publishing weight_v000002 of run r (uploading) failed on 1 of 2 ranks; rank 0: " in failures[0]
+    assert "publishing weight_v000003 of run r (uploading) failed on 1 of 2 ranks; rank 0: " in failures[0]
     assert "disk full" in failures[0]
     numbers = [m.number for m in versions(world)]
-    assert numbers[:2] == [0, 1]
-    assert 2 not in numbers
+    assert numbers[:3] == [0, 1, 2]
+    assert 3 not in numbers
     assert numbers[-1] == done[-1]
     assert rebuilt(world, numbers[-1]) == plain(world.tensors)
     assert not FILES.list(world.root / "work" / "updates")
@@ -111,8 +115,6 @@ def test_c04_a_failure_is_everybodys_at_the_next_step_and_then_repaired(world: W
 def test_an_encode_that_fails_takes_back_itself_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Gated(world.store())
     delta = behind(world, Solo(), lambda: store)
-    assert delta.publish(world.learn()) == 1
-    delta.flush()
     store.hold = "weight_v000002"
     assert delta.publish(world.learn()) == 2
     with monkeypatch.context() as patch:
@@ -144,8 +146,8 @@ def test_a_rank_that_dies_behind_the_step_stops_the_others(world: World) -> None
 
 def test_the_last_step_is_published_when_it_returns(world: World) -> None:
     delta = behind(world, Solo())
-    assert delta.publish(world.learn(), wait=True) == 1
-    assert [m.number for m in versions(world)] == [0, 1]
+    assert delta.publish(world.learn(), wait=True) == 2
+    assert [m.number for m in versions(world)] == [0, 1, 2]
     trainer = hooks.Trainer(world.settings(), Solo(), "test", type("Args", (), {"num_rollout": 3})())
     assert not trainer.ends
     trainer.step = 1
@@ -173,13 +175,13 @@ def test_c07_one_that_was_fenced_says_so_at_the_next_step(world: World) -> None:
     old = behind(world, Solo())
     old.publish(world.learn())
     old.flush()
-    behind(world, Solo())
+    own(world, Solo())
     old.publish(world.learn())
     with pytest.raises(RanksFailed, match="another writer has claimed run r"):
         old.flush()
     with pytest.raises(RanksFailed, match="another writer has claimed run r"):
         old.publish(world.learn())
-    assert [m.number for m in versions(world)] == [0, 1]
+    assert [m.number for m in versions(world)] == [0, 1, 2]
 
 
 def test_a_stock_encoder_cannot_be_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,14 +87,44 @@ def updater(world: World, name: str) -> StockUpdater:
 
 def test_c27_the_hooks_first_call_publishes_nothing(world: World) -> None:
     trainer = updater(world, "updates")
-    trainer.update_weights()
-    assert [m.number for m in versions(world)] == [0]
+    calls: list[str] = []
+    post_write = hooks.post_write
+
+    def noted(args: Any, version_dir: str, engines: Any) -> None:
+        post_write(args, version_dir, engines)
+        calls.append(f"{Path(version_dir).name}: {versions(world)[-1].number}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "post_write", noted)
+        trainer.update_weights()
+    assert calls == ["updates: 0", "weight_v000001: 1"]
     for step in range(2):
         hooks.before_train_step(None, step, 0, None, None, None)
         trainer.tensors = world.learn()
         trainer.update_weights()
-    assert [(m.number, m.step) for m in versions(world)] == [(0, None), (1, 0), (2, 1)]
-    assert rebuilt(world, 2) == plain(world.tensors)
+    assert [(m.number, m.step) for m in versions(world)] == [(0, None), (1, None), (2, 0), (3, 1)]
+    assert rebuilt(world, 3) == plain(world.tensors)
+
+
+def test_c79_a_new_run_begins_with_the_trainers_own_weights(world: World) -> None:
+    """It has loaded a checkpoint of its own, at step 500 say: rollouts began on the boot checkpoint's."""
+    trainer = updater(world, "updates")
+    trainer.tensors = world.learn()
+    trainer.update_weights()
+    assert trainer.weight_version == 1
+    chain = versions(world)
+    assert [m.number for m in chain] == [0, 1]
+    assert chain[1].representation.base == chain[0].state
+    assert rebuilt(world, 1) == plain(world.tensors)
+
+
+def test_c79_weights_that_are_the_boot_checkpoints_are_a_version_without_payload(world: World) -> None:
+    trainer = updater(world, "updates")
+    trainer.update_weights()
+    chain = versions(world)
+    assert [m.number for m in chain] == [0, 1]
+    assert chain[1].state == chain[0].state
+    assert chain[1].representation.changed == {}
 
 
 def test_c06_a_resumed_stock_trainer_publishes_its_own_weights_first(world: World) -> None:
@@ -104,16 +134,16 @@ def test_c06_a_resumed_stock_trainer_publishes_its_own_weights_first(world: Worl
         first.tensors = world.learn()
         first.update_weights()
     resumed = updater(world, "second")
-    resumed.tensors = world.history[2]  # what it saved; version 3 came later
+    resumed.tensors = world.history[2]  # what it saved; version 4 came later
     resumed.update_weights()
-    assert resumed.weight_version == 4
+    assert resumed.weight_version == 5
     chain = versions(world)
-    assert chain[4].state == chain[2].state
-    assert chain[4].representation.base == chain[0].state
+    assert chain[5].state == chain[3].state
+    assert chain[5].representation.base == chain[0].state
     resumed.tensors = world.learn()
     resumed.update_weights()
-    assert [m.number for m in versions(world)] == [0, 1, 2, 3, 4, 5]
-    assert rebuilt(world, 5) == plain(world.tensors)
+    assert [m.number for m in versions(world)] == [0, 1, 2, 3, 4, 5, 6]
+    assert rebuilt(world, 6) == plain(world.tensors)
 
 
 def test_c04_after_a_failed_publish_a_stock_trainer_stops_and_resumes(
@@ -132,7 +162,7 @@ def test_c04_after_a_failed_publish_a_stock_trainer_stops_and_resumes(
     first.tensors = saved = world.learn()
     with pytest.raises(RanksFailed, match=r"start the trainer again, to resume: .* no space left"):
         first.update_weights()
-    assert [m.number for m in versions(world)] == [0, 1]
+    assert [m.number for m in versions(world)] == [0, 1, 2]
     resumed = updater(world, "second")
     resumed.tensors = saved
     resumed.update_weights()
@@ -218,4 +248,4 @@ def test_a_trainers_log_lines_are_json_with_run_version_and_rank_where_that_is_a
     said = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
     assert {(one["run"], one["rank"]) for one in said} == {("r", 0)}
     assert [one["version"] for one in said if one["message"].startswith("run r is claimed")] == [0]
-    assert (said[-1]["message"], said[-1]["level"], said[-1]["version"]) == ("after it", "warning", 1)
+    assert (said[-1]["message"], said[-1]["level"], said[-1]["version"]) == ("after it", "warning", 2)

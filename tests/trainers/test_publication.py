@@ -41,14 +41,12 @@ def plain(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in tensors.items()}
 
 
-def publish_own(world: World, size: int, steps: int, **settings: Any) -> list[int | None]:
+def publish_own(world: World, size: int, steps: int, **settings: Any) -> list[int]:
     todo = [world.learn() for _ in range(steps)]
 
-    def train(group: ThreadGroup) -> list[int | None]:
+    def train(group: ThreadGroup) -> list[int]:
         delta = own(world, group, **settings)
-        numbers = [delta.publish(world.share(world.history[0], group.rank, size))]
-        numbers += [delta.publish(world.share(t, group.rank, size), step=i) for i, t in enumerate(todo)]
-        return numbers
+        return [delta.publish(world.share(t, group.rank, size), step=i) for i, t in enumerate(todo)]
 
     return same(on_ranks(size, train))
 
@@ -87,7 +85,7 @@ def test_a_rank_that_dies_in_a_publish_stops_the_others(world: World) -> None:
 
 @pytest.mark.parametrize(("size", "encoding"), [(1, "xor"), (3, "xor"), (1, "sparse"), (3, "sparse")])
 def test_own_encoder_publishes_the_whole_policy(world: World, size: int, encoding: str) -> None:
-    assert publish_own(world, size, 2, encoding=encoding) == [None, 1, 2]
+    assert publish_own(world, size, 2, encoding=encoding) == [1, 2]
     chain = versions(world)
     assert [m.representation.encoding for m in chain[1:]] == [encoding] * 2
     assert [(m.number, m.step) for m in chain] == [(0, None), (1, 0), (2, 1)]
@@ -100,14 +98,14 @@ def test_c06_a_resumed_trainers_weights_are_the_next_version(world: World) -> No
     # It goes on from what it saved two versions ago.
     saved = world.history[1]
 
-    def resume(group: ThreadGroup) -> tuple[int, bool, int | None, int | None]:
+    def resume(group: ThreadGroup) -> tuple[int, int, int]:
         publisher = world.publisher(group)
         start = publisher.claim()
         delta = OwnDelta(publisher, FILES)
         first = delta.publish(world.share(saved, group.rank, 2))
-        return start.number, start.resumed, first, delta.publish(world.share(saved, group.rank, 2))
+        return start.number, first, delta.publish(world.share(saved, group.rank, 2))
 
-    assert same(on_ranks(2, resume)) == (3, True, 4, 5)
+    assert same(on_ranks(2, resume)) == (3, 4, 5)
     chain = versions(world)
     assert [m.number for m in chain] == [0, 1, 2, 3, 4, 5]
     assert chain[4].state == chain[1].state == chain[5].state
@@ -115,23 +113,38 @@ def test_c06_a_resumed_trainers_weights_are_the_next_version(world: World) -> No
     assert rebuilt(world, 4) == plain(saved)
 
 
-def test_c06_a_trainer_that_resumes_at_the_head_doubles_no_version(world: World) -> None:
+def test_c06_a_trainer_that_resumes_at_the_head_gives_its_weights_a_number_of_its_own(world: World) -> None:
     publish_own(world, 2, 2)
     saved, after = world.history[2], world.learn()
 
-    def resume(group: ThreadGroup) -> list[int | None]:
+    def resume(group: ThreadGroup) -> list[int]:
         delta = own(world, group)
         return [delta.publish(world.share(tensors, group.rank, 2)) for tensors in (saved, after)]
 
-    assert same(on_ranks(2, resume)) == [None, 3]
+    assert same(on_ranks(2, resume)) == [3, 4]
     chain = versions(world)
-    assert chain[3].representation.base == chain[2].state
-    assert rebuilt(world, 3) == plain(after)
+    assert chain[3].state == chain[2].state
+    assert chain[4].representation.base == chain[3].state
+    assert rebuilt(world, 4) == plain(after)
+
+
+def test_c79_a_new_run_begins_with_the_trainers_own_weights(world: World) -> None:
+    """They are another checkpoint's than the boot one; equal ones have a number as well, and no payload."""
+    other, after = world.learn(), world.learn()
+
+    def train(group: ThreadGroup) -> list[int]:
+        delta = own(world, group)
+        return [delta.publish(world.share(tensors, group.rank, 2)) for tensors in (other, other, after)]
+
+    assert same(on_ranks(2, train)) == [1, 2, 3]
+    chain = versions(world)
+    assert chain[1].representation.base == chain[0].state
+    assert rebuilt(world, 1) == plain(other)
+    assert chain[2].representation.changed == {}
 
 
 def test_c07_the_trainer_before_is_fenced(world: World) -> None:
     old = own(world, Solo())
-    assert old.publish(world.history[0]) is None
     new = own(world, Solo())
     assert new.publish(world.learn()) == 1
     with pytest.raises(RanksFailed, match="another writer has claimed run r"):
@@ -172,7 +185,6 @@ def test_c14_what_was_gathered_must_be_the_boot_checkpoints_tensors(world: World
 
 def test_another_boot_checkpoint_is_refused_before_anybody_is_fenced(world: World, tmp_path: Path) -> None:
     first = own(world, Solo())
-    first.publish(world.history[0])
     other = World(tmp_path / "other", seed=1)
     with pytest.raises(RanksFailed, match="is not version 0 of run r"):
         world.publisher(Solo(), boot=other.boot).claim()
@@ -196,7 +208,6 @@ def test_c18_a_store_that_is_away_is_waited_for_then_every_rank_stops(world: Wor
         publisher = world.publisher(group, patience=1.0)
         publisher.claim()
         delta = OwnDelta(publisher, FILES)
-        delta.publish(world.share(world.history[0], group.rank, 2))
         done: list[str | int | None] = []
         together(group, "test", lambda: (away(), threading.Timer(0.3, back).start()) if group.rank else None)
         done.append(delta.publish(world.share(todo[0], group.rank, 2)))

@@ -48,9 +48,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_checkpoint_remembers_its_version(world: World) -> None:
-    delta = own(world, Solo())
-    delta.publish(world.history[0])
-    delta.publish(world.learn())
+    own(world, Solo()).publish(world.learn())
     saving = source(world)
     saving.save(4)
     assert saving.calls == [("save", 4)]
@@ -92,9 +90,7 @@ def test_prompts_go_on_from_the_last_note_when_a_checkpoint_has_none(
 
 
 def test_another_run_or_store_is_refused(world: World) -> None:
-    delta = own(world, Solo())
-    delta.publish(world.history[0])
-    delta.publish(world.learn())
+    own(world, Solo()).publish(world.learn())
     source(world).save(1)
     with pytest.raises(RecordError, match="belongs to run r, stitch_run says other"):
         source(world, stitch_run="other").load(1)
@@ -103,7 +99,7 @@ def test_another_run_or_store_is_refused(world: World) -> None:
 
 
 def test_c18_a_save_waits_for_a_store_that_is_away(world: World) -> None:
-    own(world, Solo()).publish(world.history[0])
+    own(world, Solo())
     store, away = world.root / "store", world.root / "away"
 
     def back() -> None:

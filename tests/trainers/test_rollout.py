@@ -69,7 +69,7 @@ def sample(**values: Any) -> SimpleNamespace:
 
 def set_up(framework: Framework, head: int = 8, **settings: Any) -> None:
     found = TrainerSettings("r", "memory:", Path("/boot"), Path("/work"), **settings)
-    install(Demand(found, lambda: head), framework.http, "fakefw")
+    install(Demand(found, lambda lag: head - lag), framework.http, "fakefw")
 
 
 def test_a_request_carries_demand_session_and_consumer(framework: Framework) -> None:

@@ -82,7 +82,8 @@ class Consumers:
         if not await head.known(patience):
             message = f"the head of run {run} cannot be read: {head.error}"
             raise Refused(unavailable(message, retry="here"))
-        low = None if head.number is None else max(0, head.number - rule.lag)
+        # Version 0 is the boot checkpoint, and no trainer's once one has published.
+        low = None if head.number is None else max(min(1, head.number), head.number - rule.lag)
         return VersionConstraint(low, None, run)
 
     async def _rule(self, consumer: str, run: str | None, patience: float) -> Rule:

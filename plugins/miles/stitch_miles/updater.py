@@ -10,7 +10,7 @@ from typing import Any
 from stitch_core.manifest import Manifest
 from stitch_core.safetensors import Tensor
 from stitch_core.trainers.hooks import trainer
-from stitch_core.trainers.own_delta import OwnDelta
+from stitch_core.trainers.own_delta import OwnDelta, check_policy
 from stitch_core.trainers.torch_bytes import as_tensor
 
 from .symbols import MIXIN
@@ -59,18 +59,17 @@ def updater_class() -> type:
             return bool(state.intra_dp_cp.rank == 0 and state.tp.rank == 0)
 
         def update_weights(self) -> None:
-            """Gather, encode, publish. At a fresh start these are the weights of version 0: nothing to do."""
+            """Gather, encode, publish. The first are the weights that the trainer starts with."""
             here = trainer()
             self._began[here.step] = time.monotonic()
             with torch.no_grad():
                 tensors = self._gather()
             if self._delta is None:
-                self.weight_version = here.begin().number
+                check_policy(here.group, here.settings.boot, here.files, tensors)
+                here.begin()
                 self._delta = OwnDelta(here.publisher, here.files)
                 here.publisher.on_published = self._timed(here.publisher.on_published)
-            number = self._delta.publish(tensors, step=here.step, wait=here.ends)
-            if number is not None:
-                self.weight_version = number
+            self.weight_version = self._delta.publish(tensors, step=here.step, wait=here.ends)
 
         def _timed(self, published: Callable[[Manifest], None]) -> Callable[[Manifest], None]:
             """Also says how long it took: with ``stitch_async`` longer than ``update_weights`` does."""

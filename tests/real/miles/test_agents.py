@@ -65,7 +65,7 @@ def trained(world: World) -> dict[int, list[dict[str, Any]]]:
     world.replica("a", "--engine-opt=pace=0.05")
     world.replica("b", "--engine-opt=pace=0.05", kv_mode="retract")
     first = train(world, port)
-    first.until(lambda text: f"[disk delta v={KILLED_AFTER + 1}]" in text, "some versions")
+    first.until(lambda text: f"[disk delta v={KILLED_AFTER + 2}]" in text, "some versions")
     first.kill()
     second = train(world, port)
     assert second.wait() == 0, second.text()[-6000:]

@@ -69,7 +69,7 @@ def lives(world: World) -> list[str]:
     world.replica("a", "--engine-opt=pace=0.15")
     world.replica("b", "--engine-opt=pace=0.15", kv_mode="retract")
     first = train(world, port)
-    first.until(lambda text: f"[disk delta v={KILLED_AFTER + 1}]" in text, "some versions")
+    first.until(lambda text: f"[disk delta v={KILLED_AFTER + 2}]" in text, "some versions")
     first.kill()
     second = train(world, port)
     assert second.wait() == 0, second.text()[-6000:]
@@ -111,7 +111,7 @@ def test_a_sample_that_was_held_back_is_not_trained_on_and_that_is_said(
     assert len(behind) >= (ROLLOUTS - 1) * BATCH
     assert max(behind) <= MOST_STALE
     assert min(behind) < max(behind)
-    assert f"sample {HELD_BACK} was held back from version 0 to {MOST_STALE + 2}" in lives[0]
+    assert f"sample {HELD_BACK} was held back from version 1 to {MOST_STALE + 3}" in lives[0]
     said = "".join(lives)
     filtered = [int(n) for n in re.findall(r"Filtered stale group \(staleness=(\d+) > max=2\)", said)]
     assert filtered

@@ -30,17 +30,19 @@ def test_miles_publishes_rolls_out_and_resumes(world: World) -> None:
     world.replica("a")
     train(world, port, 2)
     versions = chain(world)
-    assert [(m.number, m.step, m.epoch) for m in versions] == [(0, None, 1), (1, 0, 1), (2, 1, 1)]
-    assert all(m.representation.changed for m in versions[1:])
+    assert [(m.number, m.step) for m in versions] == [(0, None), (1, None), (2, 0), (3, 1)]
+    assert {m.epoch for m in versions} == {1}
+    assert versions[1].state == versions[0].state, "it starts with the boot checkpoint's weights"
+    assert all(m.representation.changed for m in versions[2:])
     for rollout_id in range(2):
         for sample in torch.load(world.root / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
             (report,) = sample["metadata"]["stitch"]
-            assert report["start"] == rollout_id
+            assert report["start"] == rollout_id + 1
     prove(world, versions[1:], "xor")
     # A resumed Miles has weights that nobody serves: its own become the next version, then it goes on.
     train(world, port, 4, "--update-weight-delta-encoding", "overwrite")
     versions = chain(world)
-    assert [(m.number, m.step) for m in versions[3:]] == [(3, None), (4, 2), (5, 3)]
-    assert versions[3].state == versions[2].state
-    assert {m.epoch for m in versions[3:]} == {2}
-    prove(world, versions[3:], "overwrite")
+    assert [(m.number, m.step) for m in versions[4:]] == [(4, None), (5, 2), (6, 3)]
+    assert versions[4].state == versions[3].state
+    assert {m.epoch for m in versions[4:]} == {2}
+    prove(world, versions[4:], "overwrite")

@@ -30,22 +30,24 @@ def test_slime_publishes_rolls_out_and_resumes(world: World) -> None:
     world.replica("a")
     train(world, port, 2)
     versions = chain(world)
-    assert [(m.number, m.step, m.epoch) for m in versions] == [(0, None, 1), (1, 0, 1), (2, 1, 1)]
-    assert all(m.representation.changed for m in versions[1:])
+    assert [(m.number, m.step) for m in versions] == [(0, None), (1, None), (2, 0), (3, 1)]
+    assert {m.epoch for m in versions} == {1}
+    assert versions[1].state == versions[0].state, "it starts with the boot checkpoint's weights"
+    assert all(m.representation.changed for m in versions[2:])
     for rollout_id in range(2):
         for sample in torch.load(world.root / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
             (report,) = sample["metadata"]["stitch"]
             # train_async starts a rollout before the step before it is published.
-            assert report["start"] == 0
-            assert "0" in sample["weight_versions"]
+            assert report["start"] == 1
+            assert "1" in sample["weight_versions"]
     prove(world, versions[1:], "xor")
     # A resumed slime has weights that nobody serves: its own become the next version, then it goes on.
     train(world, port, 4, "--update-weight-delta-encoding", "overwrite")
     versions = chain(world)
-    assert [(m.number, m.step) for m in versions[3:]] == [(3, None), (4, 2), (5, 3)]
-    assert versions[3].state == versions[2].state
-    assert {m.epoch for m in versions[3:]} == {2}
-    prove(world, versions[3:], "overwrite")
+    assert [(m.number, m.step) for m in versions[4:]] == [(4, None), (5, 2), (6, 3)]
+    assert versions[4].state == versions[3].state
+    assert {m.epoch for m in versions[4:]} == {2}
+    prove(world, versions[4:], "overwrite")
 
 
 def test_two_ranks_publish_what_one_of_them_wrote(world: World) -> None:
@@ -54,6 +56,6 @@ def test_two_ranks_publish_what_one_of_them_wrote(world: World) -> None:
     world.replica("a")
     train(world, port, 2, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
     versions = chain(world)
-    assert [(m.number, m.step) for m in versions] == [(0, None), (1, 0), (2, 1)]
-    assert all(m.representation.changed for m in versions[1:])
+    assert [(m.number, m.step) for m in versions] == [(0, None), (1, None), (2, 0), (3, 1)]
+    assert all(m.representation.changed for m in versions[2:])
     prove(world, versions[1:], "xor")
