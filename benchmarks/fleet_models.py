@@ -144,6 +144,9 @@ class Engine:
     async def abort(self, request_id: str) -> None:
         return
 
+    async def probe(self) -> None:
+        return None
+
 
 class Network:
     """What a gateway asks of replicas, a millisecond or two away: ``/ready`` and ``/wake``."""

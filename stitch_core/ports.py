@@ -387,6 +387,18 @@ class EngineIdentity:
     boot_marks: FileMarks | None = None
 
 
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """``logprobs``: of each token of the engine's fixed prompt but the first, by the live weights.
+
+    ``signature``: opaque; another one where equal weights may give other numbers, as under another release,
+    number format or division among devices.
+    """
+
+    logprobs: tuple[float, ...]
+    signature: str
+
+
 class Engine(Protocol):
     """One inference engine, driven by one reconciler. The label is opaque to the engine.
 
@@ -421,6 +433,14 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End the request; one that is not there is fine."""
+        ...
+
+    async def probe(self) -> ProbeAnswer | None:
+        """What the live weights make of a fixed prompt, computed anew: no cache may answer it.
+
+        A request like others, that waits its turn, also several at once; it waits in a pause. None where this
+        engine cannot tell. Raises EngineError without an answer.
+        """
         ...
 
 

@@ -50,6 +50,6 @@ def test_every_route_of_an_sglang_receiver_is_there() -> None:
 
 def test_examples_are_json() -> None:
     blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         json.loads(block)

@@ -25,6 +25,7 @@ from ..replica.engines import OpenedEngine, open_engine
 from ..replica.fetching import FETCH_THREADS, Fetcher
 from ..replica.metering import Metered, ReplicaMetrics
 from ..replica.middleware import StitchMiddleware
+from ..replica.probe import Probe
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
 from ..replica.service import Announcer, live
@@ -99,6 +100,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--kv-mode", choices=("in_place", "retract"), default="in_place",
         help="at an activation keep the KV that running requests have computed (default), or recompute it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-probe", action="store_true",
+        help="do not compare weights that come back (a rollback, a restart) with what they were",
     )  # fmt: skip
     parser.add_argument("--drain-all", action="store_true", help="let all requests end before an activation")
     parser.add_argument(
@@ -258,13 +263,16 @@ async def _serve(
 ) -> None:
     clock = SystemClock()
     gate = Gate(clock)
+    probe = None
+    if not options.no_probe:
+        probe = Probe.kept_in(host.root, opened.engine, clock, PosixFiles(), blocking, say)
     async with opened_store(options.store) as store, _anchors(options, replica_id, store) as anchors:
         reconciler = Reconciler(
             store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
             blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
             poll=options.poll, say=say,
             fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache, say=say),
-            anchors=anchors,
+            anchors=anchors, probe=probe,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         app = StitchMiddleware(

@@ -16,10 +16,11 @@ from typing import TypeVar
 from ..checkpoint import first_change
 from ..manifest import Manifest
 from ..ports import Clock, Engine, EngineError, EngineIdentity, EngineRefused, KVMode
-from ..state import TensorTable, changed_tensors, layout_difference
+from ..state import TensorTable, changed_tensors, layout_difference, state_digest
 from ..versions import PolicyVersion
 from .admission import Gate, Ticket
 from .boot import BootCheckpoint
+from .probe import Confirm, Probe, WeightsDiffer
 
 T = TypeVar("T")
 BOOT_LABEL = "default"
@@ -60,7 +61,11 @@ class Prepared:
 
 
 class Activator:
-    """Knows the engine's tensors by its own records, never by a delta's list of names."""
+    """Knows the engine's tensors by its own records, never by a delta's list of names.
+
+    Where a state comes back ``probe`` compares its weights with what they were: then the gate stays closed
+    after ``activate``, and nothing is answered, until ``settle`` has opened it.
+    """
 
     def __init__(
         self,
@@ -69,9 +74,14 @@ class Activator:
         clock: Clock,
         settings: ActivationSettings,
         say: Callable[[str], None] = lambda _: None,
+        probe: Probe | None = None,
     ) -> None:
         self._engine, self._gate, self._clock, self._settings = engine, gate, clock, settings
         self._say = say
+        self._probe = probe
+        self._learning: asyncio.Task[None] | None = None
+        self._unproven: Manifest | None = None
+        self._moves = 0
         self.serving: Manifest | None = None
         self._boot_table: TensorTable | None = None
         self._table: TensorTable | None = None
@@ -83,7 +93,8 @@ class Activator:
     async def know(self, read_boot: Callable[[], Awaitable[BootCheckpoint]]) -> bool:
         """Be sure what the engine holds; True if it has to catch up, having restarted or never begun.
 
-        ``read_boot`` reads the checkpoint that the engine boots from. Raises EngineError.
+        ``read_boot`` reads the checkpoint that the engine boots from. Raises EngineError; ReplicaFailed if
+        the probe shows other weights than the boot checkpoint's.
         """
         identity = await self._bounded(self._engine.identity())
         if identity.instance == self._instance and identity.label == self._label:
@@ -93,8 +104,16 @@ class Activator:
         boot = await read_boot()
         self._boot_table = boot.table
         # Without a proof of the weights the next activation copies them all.
-        self._table = boot.table if self._loaded(identity, boot) else None
-        self.serving, self._unseen = None, False
+        loaded = self._loaded(identity, boot)
+        self._table = boot.table if loaded else None
+        self.serving = self._unproven = None
+        self._moves += 1
+        if self._probe is not None:
+            self._probe.renew()
+            # One that was there before may have been left in a pause: it is asked after its first activation.
+            if loaded:
+                await self._prove(state_digest(boot.table), identity.instance, identity.label, boot=True)
+        self._unseen = False
         self._instance, self._label = identity.instance, identity.label
         return True
 
@@ -113,7 +132,7 @@ class Activator:
     def doubt(self, reason: str) -> None:
         """The engine said what it should not have: serve nothing until ``know`` has settled it."""
         if self._gate.failed is None:
-            self._instance, self._unseen = None, False
+            self._instance, self._unseen, self._unproven = None, False, None
             self._gate.forget(f"the engine is not in the state it should be in: {reason}")
 
     async def prepare(self, manifest: Manifest, table: TensorTable, checkpoint: Path) -> Prepared:
@@ -135,16 +154,20 @@ class Activator:
         """Make way, pause, copy, resume; the seconds that draining took, and the pause.
 
         After any other failure than ReplicaFailed, which says that the weights are uncertain, nothing has
-        changed and the old version is served again.
+        changed and the old version is served again. A version whose state was here before is served once
+        ``settle`` has returned.
         """
+        await self.settle()
         version, serving, instance = prepared.manifest.version, self._gate.serving, self._instance
         began = self._clock.monotonic()
         try:
             if serving is not None:
                 await self._make_way(serving, version)
             self._check_doubt(instance)
-            self._gate.close(f"version {version.number} is being activated")
+            returns = self._probe is not None and self._probe.must_ask(prepared.manifest.state)
+            self._gate.close(f"version {version.number} is being activated", hold_answers=returns)
             drained = self._clock.monotonic()
+            self._moves += 1
             await self._copy(str(version), instance)
             self._check_doubt(instance)
         except ReplicaFailed:
@@ -154,8 +177,64 @@ class Activator:
                 self._gate.open(serving)
             raise
         self._table, self.serving, self._label = prepared.table, prepared.manifest, str(version)
-        self._gate.open(version)
+        if returns:
+            self._unproven = prepared.manifest
+            self._gate.close(
+                f"the weights of version {version.number} are compared with what they were", hold_answers=True
+            )
+        else:
+            self._serve(prepared.manifest)
         return drained - began, self._clock.monotonic() - drained
+
+    async def settle(self) -> bool:
+        """Serve what was activated and waits for the comparison of its weights; whether anything did.
+
+        Raises ReplicaFailed if they are not what they were. After EngineError (no answer, or the engine is
+        another one) it still waits, and may be called again. Between versions it saves what was learned.
+        """
+        manifest, instance = self._unproven, self._instance
+        if self._probe is not None:
+            await self._probe.save()
+        if manifest is None or instance is None or self._probe is None:
+            return False
+        await self._prove(manifest.state, instance, self._label)
+        self._check_doubt(instance)
+        self._serve(manifest)
+        return True
+
+    def close(self) -> None:
+        """Leave off learning."""
+        if self._learning is not None:
+            self._learning.cancel()
+
+    def _serve(self, manifest: Manifest) -> None:
+        self._unproven = None
+        self._gate.open(manifest.version)
+        if (
+            self._probe is not None
+            and self._instance is not None
+            and not self._probe.must_ask(manifest.state)
+        ):
+            learn = self._probe.learn(manifest.state, self._unless_moved(self._instance, self._label))
+            self._learning = asyncio.create_task(learn)
+
+    async def _prove(self, state: str, instance: str, label: str, *, boot: bool = False) -> None:
+        assert self._probe is not None
+        try:
+            await self._probe.prove(state, self._unless_moved(instance, label), boot=boot)
+        except WeightsDiffer as error:
+            raise ReplicaFailed(str(error)) from error
+
+    def _unless_moved(self, instance: str, label: str) -> Confirm:
+        """Raises EngineError once anything was copied, or the engine is another one."""
+        moves = self._moves
+
+        async def confirm() -> None:
+            identity = await self._bounded(self._engine.identity())
+            if (identity.instance, identity.label, self._moves) != (instance, label, moves):
+                raise EngineError("the engine was restarted, or took to another version, meanwhile")
+
+        return confirm
 
     def _check_doubt(self, instance: str | None) -> None:
         """What was prepared fits the weights that this instance of the engine had then, and no others."""

@@ -55,6 +55,8 @@ class Gate:
         self._clock = clock
         self._hold = hold
         self._open = asyncio.Event()
+        self._answering = asyncio.Event()
+        self._answering.set()
         self._leaving = False
         self._stopping = False
         self._why_closed = "this replica is booting"
@@ -99,6 +101,10 @@ class Gate:
         """The request has ended, however."""
         self._tickets.pop(ticket, None)
         self._notify()
+
+    async def answering(self) -> None:
+        """Return once answers may go out: not while weights that came back are being compared."""
+        await self._answering.wait()
 
     async def _pass(self, constraint: VersionConstraint) -> Refusal | None:
         deadline = self._clock.monotonic() + self._hold
@@ -161,10 +167,15 @@ class Gate:
         """Refuse new exact pins on the served version from now on; the rest flows."""
         self._leaving = True
 
-    def close(self, why: str) -> None:
-        """Admit nobody until ``open``; requests wait up to ``hold``."""
+    def close(self, why: str, *, hold_answers: bool = False) -> None:
+        """Admit nobody until ``open``; requests wait up to ``hold``.
+
+        ``hold_answers``: until then nothing is sent of what runs, and what is revoked meanwhile never is.
+        """
         self._why_closed = why
         self._open.clear()
+        if hold_answers:
+            self._answering.clear()
 
     def open(self, version: PolicyVersion) -> None:
         """Serve ``version`` from now on."""
@@ -173,6 +184,7 @@ class Gate:
             self._runs.append(version.run)
         self._leaving = False
         self._open.set()
+        self._answering.set()
         self._notify()
 
     def forget(self, why: str) -> None:
@@ -181,6 +193,7 @@ class Gate:
         self.serving = None
         for ticket in self._tickets:
             _revoke(ticket, unavailable(why))
+        self._answering.set()
         self._notify()
 
     def fail(self, why: str) -> None:

@@ -36,8 +36,12 @@ class Answer:
         *,
         release: Callable[[], None],
         mismatch: Callable[[str], None],
+        answering: Callable[[], Awaitable[None]],
     ) -> None:
-        """``release`` is called as soon as the engine has nothing more to do for this request."""
+        """``release`` is called as soon as the engine has nothing more to do for this request.
+
+        ``answering`` returns once answers may go out (``Gate.answering``).
+        """
         self.started = False
         self.complete = False
         self._send = send
@@ -45,6 +49,7 @@ class Answer:
         self._stamper = stamper
         self._release = release
         self._mismatch = mismatch
+        self._answering = answering
         self._lock = asyncio.Lock()
         self._start: Message | None = None
         self._handle: Callable[[bytes, bool], Awaitable[None]] = self._write
@@ -53,6 +58,8 @@ class Answer:
 
     async def send(self, message: Message) -> None:
         """The engine app's ``send``."""
+        # Not under the lock: what is revoked meanwhile is refused at once.
+        await self._answering()
         async with self._lock:
             if self.complete:
                 return

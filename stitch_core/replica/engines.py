@@ -44,6 +44,6 @@ async def open_engine(name: str, checkpoint: Path, options: Mapping[str, str]) -
             raise EngineOptionError(f"{name!r} is not the URL of a server, such as http://127.0.0.1:30000")
         from .sidecar import open_server
 
-        return await open_server(name, options)
+        return await open_server(name, options, checkpoint)
     opened: OpenedEngine = await plugins.load(GROUP, name)(checkpoint, options)
     return opened

@@ -45,6 +45,15 @@ class ReplicaMetrics:
             "stitch_replica_last_success_age_seconds", "Since the last look at the store that went well.",
             read=lambda: [((), self._status().get("last_success_age"))],
         )  # fmt: skip
+        gauge(
+            "stitch_replica_probes_total", "States that were asked for their weights, by what came of it.",
+            ("outcome",), self._probes, kind="counter",
+        )  # fmt: skip
+        gauge(
+            "stitch_replica_probe_difference_ratio",
+            "Of the last weights that came back: difference from what they were, 1: as much as may be noise.",
+            read=self._probe_difference,
+        )  # fmt: skip
         self._activations = r.counter("stitch_replica_activations_total", "Versions activated.")
         self._bytes = r.counter("stitch_replica_fetched_bytes_total", "Bytes fetched for them.")
         self._phases = r.histogram(
@@ -78,6 +87,15 @@ class ReplicaMetrics:
         run, _, name = str(self._status().get("target") or "").rpartition("/weight_v")
         if run and name.isdecimal():
             yield (run,), int(name)
+
+    def _probes(self) -> Iterator[tuple[Labels, float]]:
+        for outcome, count in (self._status().get("probe") or {}).get("outcomes", {}).items():
+            yield (outcome,), count
+
+    def _probe_difference(self) -> Iterator[tuple[Labels, float]]:
+        last = (self._status().get("probe") or {}).get("last") or {}
+        if last.get("difference") is not None:
+            yield (), last["difference"] / last["tolerance"]
 
     def _problem(self) -> list[tuple[Labels, float]]:
         problem = self._status().get("problem")

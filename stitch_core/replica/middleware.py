@@ -212,7 +212,12 @@ class StitchMiddleware:
             lambda given: _own_id(ids, given),
         )
         answer = Answer(
-            send, ticket, stamper, release=lambda: self._gate.release(ticket), mismatch=self._mismatch
+            send,
+            ticket,
+            stamper,
+            release=lambda: self._gate.release(ticket),
+            mismatch=self._mismatch,
+            answering=self._gate.answering,
         )
 
         async def vouched(message: Message) -> None:

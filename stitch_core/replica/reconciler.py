@@ -26,6 +26,7 @@ from .activation import ActivationSettings, Activator, CannotFollow, Prepared, R
 from .admission import Gate
 from .anchoring import ReplicaAnchors
 from .fetching import Fetcher
+from .probe import Probe
 from .problem import Problem, noted
 from .progress import now_and_then
 from .staging import Announce, Staged, Stager, Staging, WrongBase, tell_nobody
@@ -65,7 +66,8 @@ class Reconciler:
     """Drives one engine behind one gate. ``boot`` is the checkpoint directory that the engine booted from.
 
     It stages into ``host`` what ``fetcher`` fetches, and ``anchors`` uploads fulls from there; or as
-    ``make_stager`` says, which gets a function to be told the activity. ``poll`` is the time between looks at
+    ``make_stager`` says, which gets a function to be told the activity. ``probe`` compares weights that come
+    back with what they were. ``poll`` is the time between looks at
     the store, in seconds; the backoff after errors goes from ``first_backoff`` to ``max_backoff``, and no
     wake shortens it to less than ``first_backoff``. ``say`` is told when what stands in the way changes, and
     now and then how far something is that takes long.
@@ -92,13 +94,14 @@ class Reconciler:
     fetcher: Fetcher | None = None
     anchors: ReplicaAnchors | None = None
     make_stager: Callable[[Callable[[str], None]], Staging] | None = None
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         self.updates: deque[Update] = deque(maxlen=KEPT_UPDATES)
         self.failed_passes = 0
         self._chain = ChainReader(self.store)
         self._stager = (self.make_stager or self._stage_here)(self._set_activity)
-        self._activator = Activator(self.engine, self.gate, self.clock, self.activation, self.say)
+        self._activator = Activator(self.engine, self.gate, self.clock, self.activation, self.say, self.probe)
         self._wake = asyncio.Event()
         self._activity = "idle"
         self._say_progress = now_and_then(self.say, self.clock)
@@ -133,6 +136,7 @@ class Reconciler:
             "active_requests": self.gate.active,
             "last_success_age": None if self._last_success is None else now - self._last_success,
             "problem": None if self._problem is None else self._problem.shown(self.clock),
+            "probe": None if self.probe is None else self.probe.status(),
             "updates": [asdict(update) for update in list(self.updates)[-8:]],
         }
 
@@ -159,6 +163,12 @@ class Reconciler:
         Raises ReplicaFailed when the engine can no longer be trusted, and WrongBase when the first run that
         it meets is not of the checkpoint that the engine booted from.
         """
+        try:
+            await self._run()
+        finally:
+            self._activator.close()
+
+    async def _run(self) -> None:
         backoff = Retry(first=self.first_backoff, cap=self.max_backoff)
         failures = 0
         while True:
@@ -200,6 +210,7 @@ class Reconciler:
         """One pass; whether a version was activated. Any failure leaves what is served as it was."""
         if await self._activator.know(self._stager.boot):
             self._prepared = None
+        await self._settle()
         target = await self._find_target()
         serving = self._activator.serving
         if serving is not None and serving.digest() == target.digest():
@@ -221,9 +232,17 @@ class Reconciler:
         self.updates.append(Update(
             version, self.clock.time(), staged.bytes, changed, staged.fetch, staged.apply, drain, pause
         ))  # fmt: skip
-        self.on_update()
         self.on_activated(self.updates[-1])
+        if not await self._settle():
+            self.on_update()
         return True
+
+    async def _settle(self) -> bool:
+        """Serve what waits for the comparison of its weights; whether anything did."""
+        settled = await self._activator.settle()
+        if settled:
+            self.on_update()
+        return settled
 
     def _stage_here(self, activity: Callable[[str], None]) -> Staging:
         assert self.host is not None, "without a make_stager there must be a host checkpoint"

@@ -25,8 +25,9 @@ import pytest
 
 from ..checkpoint import Checkpoint, marks_of
 from ..files import PosixFiles
-from ..ports import Engine, EngineRefused, write_atomic
+from ..ports import Engine, EngineRefused, ProbeAnswer, write_atomic
 from ..replica.asgi import App
+from ..replica.probe import difference, noise_of, tolerance
 from ..state import changed_tensors
 from .asgi_client import AsgiClient, Call
 
@@ -245,6 +246,38 @@ class EngineTests:
             rest = await self.generate(fresh, prompt=prompt, tokens=self.tokens - cut)
             assert answer["output_ids"][cut:] == rest["output_ids"]
 
+    # ------------------------------------------------------------------------------------------ probe
+
+    async def test_a_probe_is_of_the_weights(self, boot: Boot, checkpoints: tuple[Path, ...]) -> None:
+        """Other weights, other numbers; once they are back the same, beside others too, with any cache."""
+        served = await boot(checkpoints[0])
+        first = await served.engine.probe()
+        if first is None:  # this engine cannot tell
+            return
+        most = tolerance(0.0)
+        assert difference(first.logprobs, (await self.probed(served)).logprobs) <= most
+        await self.update(served, checkpoints[1], V1)
+        other = await self.probed(served)
+        assert other.signature == first.signature
+        assert difference(first.logprobs, other.logprobs) > 0
+        await served.engine.prepare(checkpoints[0], changed(checkpoints[0], checkpoints[1]))
+        await self.activate(served, V2)
+        running = await self.streaming(served)
+        several = await asyncio.gather(*(self.probed(served) for _ in range(4)))
+        assert max(difference(first.logprobs, one.logprobs) for one in several) <= most
+        await running.finished(self.patience)
+        assert difference(first.logprobs, other.logprobs) > noise_of([one.logprobs for one in several])
+
+    async def test_a_probe_waits_out_a_pause(self, boot: Boot, checkpoints: tuple[Path, ...]) -> None:
+        served = await boot(checkpoints[0])
+        await served.engine.pause("in_place")
+        probing = asyncio.ensure_future(served.engine.probe())
+        await asyncio.sleep(0.1)
+        assert not probing.done() or probing.result() is None
+        await served.engine.resume()
+        async with asyncio.timeout(self.patience):
+            await probing
+
     # ------------------------------------------------------------------------------------------ abort
 
     async def test_abort_ends_a_request(self, boot: Boot, checkpoints: tuple[Path, ...]) -> None:
@@ -275,6 +308,11 @@ class EngineTests:
         assert len((await self.generate(served))["output_ids"]) == self.tokens
 
     # ------------------------------------------------------------------------------------------ helpers
+
+    async def probed(self, served: Served) -> ProbeAnswer:
+        answer = await served.engine.probe()
+        assert answer is not None
+        return answer
 
     def span(self, label: str, start: int) -> dict[str, Any]:
         return {"version": label, "start": start, "end": self.tokens}

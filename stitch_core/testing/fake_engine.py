@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from ..checkpoint import Checkpoint, CheckpointError, marks_of
 from ..files import PosixFiles
-from ..ports import EngineIdentity, EngineRefused, EngineUncertain
+from ..ports import EngineIdentity, EngineRefused, EngineUncertain, ProbeAnswer
+from ..replica.probe_prompt import PROMPT_TOKENS
 from ..state import TensorInfo, state_digest
 
 BOOT_LABEL = "default"
@@ -153,6 +154,10 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         self.abort_prefix(request_id)
 
+    async def probe(self) -> ProbeAnswer | None:
+        await self._resumed.wait()
+        return ProbeAnswer(state_logprobs(self.state), "fake")
+
     # ------------------------------------------------------------------------------------ more control
 
     def read(self, checkpoint: Path, changed: Collection[str] | None) -> dict[str, TensorInfo]:
@@ -263,6 +268,12 @@ class FakeEngine:
         if stepping is not None:
             stepping.cancel()
         return stepping
+
+
+def state_logprobs(state: str, tokens: int = PROMPT_TOKENS) -> tuple[float, ...]:
+    """What weights of ``state`` give each token of a prompt but the first; other weights, other numbers."""
+    digest = hashlib.shake_128(state.encode()).digest(tokens - 1)
+    return tuple(-1 - value / 32 for value in digest)
 
 
 def spans_of(labels: Sequence[str]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from ..replica.asgi import (
     send_json,
     without,
 )
-from .fake_engine import FakeEngine, FakeRequest
+from .fake_engine import FakeEngine, FakeRequest, state_logprobs
 
 UpdateFault = Literal["success_false", "changed_400", "dropped", "changed_dropped", "hangs"]
 
@@ -42,7 +42,7 @@ class Manners:
     ``versions``: report versions at all; ``kv_versions``: those of the prompt's KV too. ``one_choice``:
     OpenAI routes report the versions of the first choice only and none in streams, as SGLang 0.5.23 does.
     ``deaf``: do not notice that a client left. ``encoding``: gzip or deflate whatever is answered to who does
-    not ask for "identity", or to everybody (``stubborn``).
+    not ask for "identity", or to everybody (``stubborn``). ``logprobs``: give those of the prompt when asked.
     """
 
     split: int = 7
@@ -53,6 +53,7 @@ class Manners:
     deaf: bool = False
     encoding: Literal["gzip", "deflate"] | None = None
     stubborn: bool = False
+    logprobs: bool = True
 
 
 @dataclass
@@ -176,6 +177,9 @@ class FakeServer:
     def _answer(self, path: str, value: dict[str, Any], requests: list[FakeRequest]) -> Any:
         if path == "/generate":
             answers = [self._generated(request) for request in requests]
+            if value.get("return_logprob") and value.get("logprob_start_len") == 0 and self.manners.logprobs:
+                for request, answer in zip(requests, answers, strict=True):
+                    answer["meta_info"]["input_token_logprobs"] = _prompt_logprobs(request)
             return answers if _many(value) else answers[0]
         chat = path == "/v1/chat/completions"
         choices = [_choice(request, i, chat) for i, request in enumerate(requests)]
@@ -325,6 +329,12 @@ def _encoding(send: Send, encoding: str) -> Send:
         await send(message)
 
     return packed
+
+
+def _prompt_logprobs(request: FakeRequest) -> list[list[Any]]:
+    """[log-probability, token, text], none for the first token; of the weights that computed the rows."""
+    values = state_logprobs(request.rows[0].state, len(request.prompt)) if request.rows else ()
+    return [[value, token, None] for value, token in zip((None, *values), request.prompt, strict=False)]
 
 
 async def _half_an_answer(send: Send) -> None:

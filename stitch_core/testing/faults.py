@@ -100,6 +100,8 @@ class FaultPlan:
     """It does so within a second of a call that is to change it."""
     caller_dies: float = 0.0
     """The process that called the engine dies within a second of such a call."""
+    engine_lies: float = 0.0
+    """The engine says that it has activated, and has not copied all; or boots with one tensor wrong."""
 
     @classmethod
     def draw(cls, random: Random, quiet_after: float, names: Sequence[str] = ()) -> FaultPlan:
@@ -150,6 +152,7 @@ class FaultPlan:
             store_bad_read=rate(0.3),
             engine_other_weights=rate(1.0),
             lacks=tuple(lack() for _ in range(random.choice([0, 0, 0, 2]))),
+            engine_lies=rate(0.3) if random.random() < 0.3 else 0.0,
         )
 
     def __str__(self) -> str:

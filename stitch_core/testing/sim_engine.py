@@ -24,8 +24,11 @@ from ..ports import (
     FileMarks,
     Files,
     KVMode,
+    ProbeAnswer,
 )
+from ..replica.probe_prompt import PROMPT_TOKENS
 from ..state import TensorInfo, state_digest, tensor_digest
+from .fake_engine import state_logprobs
 from .faults import Faults
 from .loop import OUTSIDE, SimulatedLoop
 from .process import SimulatedProcess
@@ -37,10 +40,14 @@ BOOT_LABEL = "default"
 
 @dataclass(frozen=True)
 class Token:
-    """``label`` is what the engine says of it, ``state`` the weights that sampled it."""
+    """``label`` is what the engine says of it, ``state`` the weights that sampled it.
+
+    ``lie``: they are not those that the engine said it had copied, or booted from.
+    """
 
     label: str
     state: str
+    lie: bool = False
 
 
 @dataclass
@@ -83,6 +90,9 @@ class _Weights:
         checkpoint = Checkpoint.open(directory, files)
         refs = checkpoint.tensors.items()
         return cls({name: (ref.dtype, ref.shape, checkpoint.read(name)) for name, ref in refs})
+
+    def twin(self) -> _Weights:
+        return _Weights(dict(self.tensors))
 
     def copy(self, name: str, data: bytes) -> None:
         dtype, shape, _ = self.tensors[name]
@@ -145,6 +155,13 @@ class SimulatedEngine:
         self._files = self._machine.files(self.process)
         self.weights, self.boot_marks = self._load(before)
         self.boot_state = self.weights.state
+        # What it should hold, where it has lied.
+        self._should: _Weights | None = None
+        if self.faults.hit(self.faults.plan.engine_lies):
+            self._should = self.weights.twin()
+            name = self.faults.random.choice(list(self.weights.tensors))
+            self.weights.copy(name, bytes(byte ^ 1 for byte in self.weights.tensors[name][2]))
+            self.faults.trace.add(f"{self.process.name}: boots with another {name}")
         self._work = asyncio.Event()
         self.last_arrival = 0.0
         self.process.spawn(self._generate())
@@ -188,6 +205,11 @@ class SimulatedEngine:
         """The state digest of the weights that it really holds."""
         return self.weights.state
 
+    @property
+    def lies(self) -> bool:
+        """Whether it holds other weights than it says."""
+        return self._should is not None and self._should.state != self.state
+
     def __repr__(self) -> str:
         flags = ["dead"] * self.process.dead + ["paused"] * self.paused
         return f"<{self.process.name}: {self.label}, {self.state[7:15]} {' '.join(flags)}>"
@@ -222,7 +244,7 @@ class SimulatedEngine:
         missing = generation.prompt + len(generation.tokens) - len(generation.kv)
         generation.kv += [state] * missing
         generation.mixed = generation.mixed or generation.kv.count(state) < len(generation.kv)
-        generation.tokens.append(Token(self.label, state))
+        generation.tokens.append(Token(self.label, state, self.lies))
         if len(generation.tokens) >= generation.wanted:
             self._end(generation, "done")
 
@@ -269,16 +291,24 @@ class SimulatedEngine:
         if faults.hit(faults.plan.engine_uncertain):
             stop_after = faults.random.randrange(len(names) + 1)
         self.activated = True
+        left_out: set[str] = set()
+        if names and faults.hit(faults.plan.engine_lies):
+            left_out = set(names if faults.random.random() < 0.5 else names[:1])
+            self._should = self._should or self.weights.twin()
         for i, name in enumerate(names):
             if i == stop_after:
                 break
             await asyncio.sleep(self._copy_seconds * self.loop.random.random())
-            self.weights.copy(name, self.prepared[name])
+            if name not in left_out:
+                self.weights.copy(name, self.prepared[name])
+            if self._should is not None:
+                self._should.copy(name, self.prepared[name])
         if stop_after <= len(names):
             raise EngineUncertain(f"stopped after {stop_after} of {len(names)} tensors")
         self.prepared = {}
         self.label = label
-        faults.trace.add(f"{self.process.name}: now says {label}, holds {self.state[7:15]}")
+        lies = f", left out {sorted(left_out)}" if left_out else ""
+        faults.trace.add(f"{self.process.name}: now says {label}, holds {self.state[7:15]}{lies}")
 
     async def resume(self) -> None:
         if self.faults.hit(self.faults.plan.engine_refuses):
@@ -293,6 +323,16 @@ class SimulatedEngine:
         for generation in list(self.running.values()):
             if generation.request_id.startswith(prefix):
                 self._end(generation, "aborted")
+
+    async def probe(self) -> ProbeAnswer:
+        """As a request of 32 tokens; the numbers are a little off while others run."""
+        generation = self.submit(f"stitch-probe-{self.loop.random.getrandbits(32):08x}", PROMPT_TOKENS, 1)
+        await generation.ended.wait()
+        if generation.outcome != "done":
+            raise EngineError(f"probe: the request was {generation.outcome}")
+        off = 0.01 if self.running else 0.0
+        values = state_logprobs(generation.tokens[0].state)
+        return ProbeAnswer(tuple(value + self.loop.random.gauss(0, off) for value in values), "simulated")
 
 
 class SimulatedEngineClient:
@@ -336,6 +376,10 @@ class SimulatedEngineClient:
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", lambda: self._engine.abort(request_id), in_turn=False)
+
+    async def probe(self) -> ProbeAnswer | None:
+        answer: ProbeAnswer = await self._call("probe", self._engine.probe, in_turn=False)
+        return answer
 
     async def _call(
         self, what: str, work: Callable[[], Coroutine[Any, Any, Any]], in_turn: bool = True

@@ -27,7 +27,8 @@ def engine_app(engine: SimulatedEngine) -> App:
     """SGLang's /generate over a simulated engine.
 
     A request is ``{"rid", "prompt", "max_new_tokens"}``, both counts of tokens. Beside what a real engine
-    tells, an answer has the truth: ``true_states`` of its tokens, and ``true_mixed``, its KV.
+    tells, an answer has the truth: ``true_states`` of its tokens, ``true_lies``, which of them are of other
+    weights than the engine was told to have, and ``true_mixed``, its KV.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +60,7 @@ def _answer(generation: Generation) -> dict[str, Any]:
     return {
         "meta_info": meta,
         "true_states": [token.state for token in generation.tokens],
+        "true_lies": [token.lie for token in generation.tokens],
         "true_mixed": generation.mixed,
     }
 

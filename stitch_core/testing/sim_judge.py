@@ -7,7 +7,7 @@ that really made it, a pause against what its process does meanwhile.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..head import Head
@@ -31,6 +31,7 @@ class Judge:
     """``boot_state`` is version 0's; ``states`` are all weights that some trainer has had.
 
     ``brought_back``: runs and versions that somebody goes back to, also where a rollback gave them up.
+    ``deceived``: tokens of weights about which an engine lied when nothing could tell yet.
     """
 
     def __init__(self, bucket: SimulatedBucket, boot_state: str) -> None:
@@ -42,6 +43,7 @@ class Judge:
         self.answered = 0
         self.spanning = 0
         self.collected = 0
+        self.deceived = 0
         self.refused: dict[str, int] = {}
         self._bucket = bucket
         self._chain: dict[str, Manifest] = {}
@@ -168,8 +170,14 @@ class Judge:
 
     # ---------------------------------------------------------------------------------------- answers
 
-    def check(self, who: str, constraint: VersionConstraint, response: Response) -> None:
-        """Truth of one answer to /generate."""
+    def check(
+        self, who: str, constraint: VersionConstraint, response: Response, known: Collection[str] = ()
+    ) -> None:
+        """Truth of one answer to /generate.
+
+        ``known``: states of which the replica has kept what their weights answer to a probe. An engine that
+        lies about others is believed; about these it must be found out before anything is answered.
+        """
         if response.status != 200:
             self._check_refusal(who, response)
             return
@@ -184,8 +192,15 @@ class Judge:
             self.broken("truth: spans cover the answer", f"{who}: {len(truth)} tokens, {meta}")
         for i, (version, state) in enumerate(zip(said, truth, strict=True)):
             manifest = self.versions.get(version)
-            if manifest is None or manifest.state != state:
-                self.broken("truth: the version that made it", f"{who}: token {i} is not of {version}")
+            claimed = None if manifest is None else manifest.state
+            if claimed != state:
+                if claimed is None or not response.body["true_lies"][i]:
+                    self.broken("truth: the version that made it", f"{who}: token {i} is not of {version}")
+                if claimed in known:
+                    self.broken(
+                        "truth: a state that comes back is what it was", f"{who}: token {i} of {version}"
+                    )
+                self.deceived += 1
             if not constraint.allows(version):
                 self.broken("truth: what was demanded", f"{who}: token {i} of {version}, not {constraint}")
         if not said:

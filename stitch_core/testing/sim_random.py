@@ -211,6 +211,9 @@ async def all_is_well(
         return waiting
 
     while missing := left():
+        for replica in replicas:
+            if replica.engine.lies and not replica.engine.process.dead:
+                replica.engine.process.kill()  # nothing else would find out before its state comes back
         for task in tasks:
             if task.done():
                 task.result()

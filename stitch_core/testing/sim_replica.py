@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from ..host_checkpoint import HostCheckpoint
 from ..ports import KVMode
 from ..replica.activation import ActivationSettings, ReplicaFailed
 from ..replica.admission import Gate
 from ..replica.middleware import StitchMiddleware
+from ..replica.probe import Probe, WeightsDiffer, difference
+from ..replica.probe_kept import FILE_NAME, KeptAnswers
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.staging import WrongBase
 from ..versions import VersionConstraint
+from .fake_engine import state_logprobs
 from .process import SimulatedProcess
 from .sim_engine import SimulatedEngine, SimulatedEngineClient
 from .sim_http import Response, call, engine_app
@@ -61,6 +65,8 @@ class SimulatedReplica:
         )  # fmt: skip
         self._host_root = (RAM if in_ram else DISK) / "host"
         self._starts = 0
+        self._kept: KeptAnswers | None = None
+        self._known: set[str] = set()
         world.watch(self.engine)
 
     # ------------------------------------------------------------------------------------------- life
@@ -91,9 +97,19 @@ class SimulatedReplica:
         ):
             raise error or AssertionError("the reconciler returned")
         self.failures.append(str(error))
+        if isinstance(error.__cause__, WeightsDiffer):
+            self._forget_answers()
         self.world.trace.add(f"{process.name}: failed: {error}")
         process.kill()
         self.engine.process.kill()
+
+    def _forget_answers(self) -> None:
+        """As operators do, who cannot know whether the weights then or now were wrong."""
+        armed, self.world.faults.armed = self.world.faults.armed, False
+        files = self.machine.files(SimulatedProcess(self.world.loop, f"{self.name} operator"))
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(self._host_root / FILE_NAME)
+        self.world.faults.armed = armed
 
     def _start(self) -> SimulatedProcess:
         world = self.world
@@ -105,10 +121,15 @@ class SimulatedReplica:
         host = HostCheckpoint(
             self._host_root, files, nonce=world.nonce, batch_bytes=20, part_bytes=16, workers=1
         )
+        self._kept, self._known = (
+            KeptAnswers(files, self._host_root / FILE_NAME, world.loop.run_blocking, world.trace.add),
+            set(),
+        )
+        probe = Probe(engine, clock, self._kept, answer=world.timing.engine_timeout)
         self.reconciler = reconciler = Reconciler(
             store=world.store(process), engine=engine, gate=gate, host=host, follow=self.follow, boot=BOOT,
             files=files, clock=clock, rng=world.random, run_blocking=world.loop.run_blocking,
-            activation=self.settings, poll=world.timing.poll,
+            activation=self.settings, poll=world.timing.poll, probe=probe,
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         reconciler.on_update = self._updated
@@ -167,8 +188,18 @@ class SimulatedReplica:
             self.world.trace.add(f"{process.name}: {type(error).__name__}: {error}")
             return None
         if response is not None:
-            self.world.judge.check(f"{process.name} {request_id}", constraint, response)
+            known = self._look_at_kept()
+            self.world.judge.check(f"{process.name} {request_id}", constraint, response, known)
         return response
+
+    def _look_at_kept(self) -> set[str]:
+        """States whose right answer this process has kept, ever."""
+        for state in self.world.judge.states - self._known if self._kept is not None else ():
+            assert self._kept is not None
+            kept = self._kept.get(state)
+            if kept is not None and difference(kept, state_logprobs(state)) < 0.5:
+                self._known.add(state)
+        return self._known
 
     # ------------------------------------------------------------------------------------------ state
 

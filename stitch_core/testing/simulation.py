@@ -22,6 +22,7 @@ from .loop import simulated_loop
 from .sim_cases import CASES
 from .sim_found import FOUND
 from .sim_judge import Broken
+from .sim_probe_cases import PROBE_CASES
 from .sim_random import anything
 from .sim_replica_cases import REPLICA_CASES
 from .sim_retention import RETENTION_CASES
@@ -32,7 +33,15 @@ Scenario = Callable[[World], Awaitable[None]]
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__.split("_")[0]: scenario
-    for scenario in (anything, *CASES, *REPLICA_CASES, *ROLLBACK_CASES, *RETENTION_CASES, *FOUND)
+    for scenario in (
+        anything,
+        *CASES,
+        *REPLICA_CASES,
+        *ROLLBACK_CASES,
+        *RETENTION_CASES,
+        *PROBE_CASES,
+        *FOUND,
+    )
 }
 
 
@@ -50,6 +59,7 @@ class Report:
     answered: int = 0
     spanning: int = 0
     collected: int = 0
+    deceived: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
     trace: list[str] = field(default_factory=list)
@@ -64,7 +74,7 @@ class Report:
         counts = (
             f"{self.seconds:.0f} virtual s, {self.steps} steps, {self.versions} versions, "
             f"{self.answered} answers, {self.spanning} spanning, refused {self.refused}, "
-            f"{self.collected} collected"
+            f"{self.collected} collected, {self.deceived} tokens of lies"
         )
         if self.error is None:
             return head + counts
@@ -100,7 +110,7 @@ def run_seed(seed: int, scenario: str = "anything") -> Report:
         judge = world.judge
         report.versions, report.answered = len(judge.versions), judge.answered
         report.spanning, report.refused = judge.spanning, judge.refused
-        report.collected = judge.collected
+        report.collected, report.deceived = judge.collected, judge.deceived
         report.fingerprint = f"{loop.steps}-{loop.time():.6f}-{random.getrandbits(64):016x}"
         report.trace = world.trace.lines()
     return report

@@ -169,6 +169,22 @@ async def test_the_host_checkpoint_is_kept_where_it_is_told(
         await life.serves(0)
 
 
+async def test_the_probe_remembers_in_the_host_directory_unless_it_is_turned_off(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await asyncio.to_thread(claim, shell)
+    where = shell.root / "host"
+    async with running(shell, capsys, "--run", "r", "--host-dir", where, "--no-probe") as life:
+        await life.serves(0)
+        assert (await life.get("/ready"))[1]["probe"] is None
+    assert ENGINES[-1].names("probe") == []
+    async with running(shell, capsys, "--run", "r", "--host-dir", where) as life:
+        await life.serves(0)
+        await life.ready_says(
+            lambda code, body: body["probe"]["states"] == 1 and (where / "probe.json").exists()
+        )
+
+
 async def test_a_temporary_host_checkpoint_goes_with_the_process(
     shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from stitch_core.checkpoint import marks_of
 from stitch_core.files import PosixFiles
 from stitch_core.ports import EngineError, EngineRefused, EngineUncertain
 from stitch_core.replica.engines import EngineOptionError
+from stitch_core.replica.probe import difference, noise_of, tolerance
 from stitch_embedded.config import ModelConfig
 from stitch_embedded.engine import EmbeddedEngine, Options
 from stitch_embedded.replica import open_engine, read_options
@@ -279,3 +280,52 @@ async def test_c77_the_boot_checkpoint_is_looked_at_before_it_is_loaded(
     told = (await engine.identity()).boot_marks
     await engine.close()
     assert told == before != marks_of(boot, PosixFiles())
+
+
+async def test_a_probe_finds_one_layer_of_other_weights(checkpoints: Path) -> None:
+    """In one of the model's two; its own noise is none, as results do not depend on the batch."""
+    boot = await probed(checkpoints / "v0")
+    assert len(boot) == min(32, FAST.max_len or 0) - 1
+    assert await probed(checkpoints / "v0") == boot
+    other = random_tensors(CONFIG, 7)
+    for layer in range(CONFIG.layers):
+        mixed = {name: other[name] if f".{layer}." in name else tensor for name, tensor in V0.items()}
+        save(checkpoints / f"layer{layer}", config_json(), mixed)
+        assert difference(boot, await probed(checkpoints / f"layer{layer}")) > 4 * tolerance(0.0)
+
+
+async def probed(checkpoint: Path) -> tuple[float, ...]:
+    """What an engine of these weights answers, the same to all of several at once."""
+    engine = EmbeddedEngine(checkpoint, FAST)
+    engine.start()
+    try:
+        answers = [await engine.probe(), *await asyncio.gather(*(engine.probe() for _ in range(8)))]
+        assert noise_of([one.logprobs for one in answers if one]) == 0.0
+        assert answers[0] is not None
+        return answers[0].logprobs
+    finally:
+        await engine.close()
+
+
+async def test_a_probe_takes_no_draw_from_unseeded_requests(checkpoints: Path) -> None:
+    outputs = []
+    for probes in (0, 3):
+        engine = EmbeddedEngine(checkpoints / "v0", FAST)
+        engine.start()
+        for _ in range(probes):
+            await engine.probe()
+        one = Request("r", [1, 2, 3], SamplingParams(max_new_tokens=20))
+        outputs.append((await generate(engine, one)).tokens)
+        await engine.close()
+    assert outputs[0] == outputs[1]
+
+
+async def test_a_probe_of_a_stopped_or_aborting_engine_has_no_answer(slow: EmbeddedEngine) -> None:
+    probing = asyncio.ensure_future(slow.probe())
+    await asyncio.sleep(0)
+    await slow.abort_all()
+    with pytest.raises(EngineError):
+        await probing
+    await slow.close()
+    with pytest.raises(EngineError):
+        await slow.probe()

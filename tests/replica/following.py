@@ -13,13 +13,15 @@ from stitch_core.checkpoint import Checkpoint, marks_of
 from stitch_core.head import Channel, channel_key
 from stitch_core.host_checkpoint import HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineIdentity, EngineRefused, FileMarks, KVMode
+from stitch_core.ports import EngineIdentity, EngineRefused, FileMarks, KVMode, ProbeAnswer
 from stitch_core.publisher import Payload, Publisher
 from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate, Ticket
+from stitch_core.replica.probe import Probe
 from stitch_core.replica.reconciler import Follow, Reconciler
 from stitch_core.state import TensorInfo, state_digest, tensor_digest
 from stitch_core.stores.memory import MemoryStore
+from stitch_core.testing.fake_engine import state_logprobs
 from stitch_core.versions import VersionConstraint
 from tests.small_run import FILES, FaultyStore, Trainer, inline
 from tests.virtual_time import LoopClock
@@ -35,6 +37,8 @@ class BytesEngine:
         self.calls: list[tuple[str, Any]] = []
         self.before: dict[str, Hook] = {}
         self.after: dict[str, Hook] = {}
+        self.noise: Callable[[], float] = lambda: 0.0
+        self.signature = "s"
         self._boots = 0
         self.restart()
 
@@ -96,12 +100,19 @@ class BytesEngine:
         async with self._called("abort", request_id):
             pass
 
+    async def probe(self) -> ProbeAnswer | None:
+        async with self._called("probe", self.label):
+            return ProbeAnswer(tuple(x + self.noise() for x in state_logprobs(self.state)), self.signature)
+
 
 class Following:
-    """One run and one replica that follows it, by ``follow`` or the run's head."""
+    """One run and one replica that follows it, by ``follow`` or the run's head; ``probes``: with a probe."""
 
-    def __init__(self, root: Path, follow: Follow | None = None, **options: Any) -> None:
+    def __init__(
+        self, root: Path, follow: Follow | None = None, *, probes: bool = False, **options: Any
+    ) -> None:
         self.root = root
+        self.probes = probes
         self.trainer = Trainer(root / "train")
         self.memory = MemoryStore()
         self.store = FaultyStore(self.memory)
@@ -120,6 +131,10 @@ class Following:
         self.gate = Gate(LoopClock(), hold=0.05)
         self.host = HostCheckpoint(self.root / "host", FILES)
         options: dict[str, Any] = {"poll": 3600.0, "first_backoff": 0.01, "max_backoff": 0.02, **self.options}
+        if self.probes:
+            options["probe"] = Probe.kept_in(
+                self.root / "host", self.engine, LoopClock(), FILES, inline, self.said.append
+            )
         self.reconciler = Reconciler(
             self.store, self.engine, self.gate, self.host, self.follow, self.trainer.boot, FILES,
             LoopClock(), random.Random(0), inline, self.settings, say=self.said.append, **options,
@@ -142,6 +157,21 @@ class Following:
         trainer.learn = lambda: learn(*names)  # type: ignore[method-assign]
         self.versions.append(await trainer.publish(self.publisher))
         trainer.learn = learn  # type: ignore[method-assign]
+        return self.versions[-1]
+
+    async def bring_back(self, manifest: Manifest) -> Manifest:
+        """The next version, with the weights of an earlier one, as a rollback makes it."""
+        assert self.publisher is not None
+        learn, trainer = self.trainer.learn, self.trainer
+
+        def again() -> dict[str, Any]:
+            trainer.tensors = trainer.weights[manifest.state]
+            return trainer.tensors
+
+        trainer.learn = again  # type: ignore[method-assign, assignment]
+        self.versions.append(await trainer.publish(self.publisher))
+        trainer.learn = learn  # type: ignore[method-assign]
+        assert self.versions[-1].state == manifest.state
         return self.versions[-1]
 
     async def publish_full(self, payload: Payload | None = None) -> Manifest:

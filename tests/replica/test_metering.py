@@ -127,3 +127,20 @@ async def test_activations_and_failed_passes_are_counted(tmp_path: Path) -> None
         dict(labels)["phase"] for name, labels in found if name == "stitch_replica_activation_seconds_sum"
     }
     assert phases == {"fetch", "stage", "drain", "pause"}
+
+
+async def test_a_probes_outcomes_are_counted_and_the_last_difference_shown(tmp_path: Path) -> None:
+    f = Following(tmp_path, probes=True)
+    metrics = ReplicaMetrics(f.gate, LoopClock(), f.reconciler.status)
+    client = AsgiClient(Metered(Replica().app, metrics, LoopClock()))
+    assert "stitch_replica_probes_total{" not in await page(client)
+    await f.publish()
+    await f.catch_up()
+    await f.until(lambda: f.reconciler.status()["probe"]["last"]["outcome"] == "kept")
+    f.engine.noise = lambda: 0.01
+    await f.bring_back(f.versions[1])
+    await f.catch_up()
+    found = samples(await page(client))
+    counts = {key[1]: value for key, value in found.items() if key[0] == "stitch_replica_probes_total"}
+    assert counts == {(("outcome", "kept"),): 2, (("outcome", "same"),): 1}
+    assert 0 < found[("stitch_replica_probe_difference_ratio", ())] < 1

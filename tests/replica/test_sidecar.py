@@ -16,6 +16,7 @@ from stitch_core.replica.activation import ActivationSettings
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.engines import EngineOptionError
 from stitch_core.replica.middleware import StitchMiddleware
+from stitch_core.replica.probe_prompt import prompt
 from stitch_core.replica.server import listen, serve
 from stitch_core.replica.sidecar import HttpEngine, Link, ReverseProxy, open_server
 from stitch_core.testing.asgi_client import AsgiClient
@@ -51,7 +52,7 @@ class Sidecar:
         self.manners = Manners(**manners)
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.engine = HttpEngine(link, self.url, control_timeout=60, update_timeout=60)
+        self.engine = HttpEngine(link, self.url, control_timeout=60, update_timeout=60, vocabulary=256)
         self.proxy = ReverseProxy(link.session, self.url)
         self.gate = Gate(SystemClock(), hold=0.2)
         self.mismatches: list[str] = []
@@ -515,6 +516,51 @@ async def test_prepare_checks_the_directory(
     assert EngineTests.truncated(checkpoints[1], tmp_path / "short").exists()
     with pytest.raises(EngineRefused):
         await sidecar.engine.prepare(tmp_path / "short", [])
+
+
+async def test_a_probe_is_a_request_of_its_own(sidecar: Sidecar) -> None:
+    """Under an id and a cache key that no client has; the same weights answer it alike."""
+    seen: list[Any] = []
+    add = sidecar.fake.add
+    sidecar.fake.add = lambda request: (seen.append(request), add(request))[1]  # type: ignore[method-assign]
+    one, other = await sidecar.engine.probe(), await sidecar.engine.probe()
+    assert one == other is not None
+    assert len({request.rid for request in seen}) == len({request.cache_key for request in seen}) == 2
+    assert {request.prompt for request in seen} == {tuple(prompt(256))}
+    assert [request.cached_tokens for request in seen] == [0, 0]
+
+
+async def test_a_server_that_gives_no_logprobs_cannot_be_probed(sidecar: Sidecar) -> None:
+    sidecar.manners.logprobs = False
+    assert await sidecar.engine.probe() is None
+
+
+async def test_a_probe_that_is_aborted_or_lost_is_no_answer(sidecar: Sidecar) -> None:
+    """It is not taken for a server that cannot tell."""
+    for end in (lambda: sidecar.fake.abort_prefix("stitch-probe-"), sidecar.fake.restart):
+        await sidecar.engine.pause("in_place")
+        probing = asyncio.ensure_future(sidecar.engine.probe())
+        await until(lambda: sidecar.fake.requests)
+        end()
+        with pytest.raises(EngineError):
+            await probing
+
+
+@pytest.mark.parametrize(
+    ("config", "able"),
+    [
+        ('{"vocab_size": 256}', True), ('{"text_config": {"vocab_size": 256}}', True), ("{", False),
+        ("[]", False), ('{"vocab_size": "256"}', False), ("{}", False), (None, False),
+    ],
+)  # fmt: skip
+async def test_the_vocabulary_is_the_checkpoints(
+    sidecar: Sidecar, tmp_path: Path, config: str | None, able: bool
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    opened = await open_server(sidecar.url, {}, tmp_path)
+    assert (await opened.engine.probe() is not None) == able
+    await opened.close()
 
 
 async def test_open_server(sidecar: Sidecar) -> None:

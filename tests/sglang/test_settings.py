@@ -44,6 +44,16 @@ def test_a_follower() -> None:
     assert channel.follow() == Follow(channel="latest")
 
 
+def test_the_probe_can_be_turned_off() -> None:
+    for value, on in ((None, True), ("1", True), ("0", False)):
+        probe = {} if value is None else {"STITCH_PROBE": value}
+        settings = Settings.read({"STITCH_STORE": "file:/s", **probe})
+        assert settings is not None
+        assert settings.probe is on
+    with pytest.raises(SettingsError):
+        Settings.read({"STITCH_STORE": "file:/s", "STITCH_PROBE": "no"})
+
+
 def test_a_receiver(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     settings = Settings.read({"STITCH_RECEIVE": "job", "STITCH_ROOTS": f"{tmp_path}/link:/a"})

@@ -20,6 +20,7 @@ from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
 from stitch_core.replica.activation import Activator
 from stitch_core.replica.admission import Gate
+from stitch_core.replica.probe import Probe
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.report import Checker
 from stitch_core.rollback import Rollback
@@ -245,6 +246,23 @@ def does_not_look_whether_the_boot_checkpoint_changed(before: Any, after: Any) -
     return None
 
 
+@method(Probe, "_judge")
+def compares_no_weights(self: Probe, state: str, answers: Any) -> None:
+    if self._kept.get(state) is None:
+        self._keep(state, answers[-1])
+
+
+@method(Probe, "must_ask")
+def forgets_what_was_here(self: Probe, state: str) -> bool:
+    return not self._measured
+
+
+def answers_before_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Gate.close
+    monkeypatch.setattr(Gate, "close", lambda self, why, hold_answers=False: close(self, why))
+
+
+COMES_BACK = "truth: a state that comes back is what it was"
 WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
@@ -290,6 +308,11 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (gives_up_nothing_before_it_uploads, "c35", GIVEN_UP),
         (rolls_back_to_another_version, "r02", {"truth: a rollback has the weights that it names"}),
         (claims_whatever_the_head, "c38", {"scenario: c38"}),
+        (compares_no_weights, "p01", {COMES_BACK, "scenario: it goes on"}),
+        (compares_no_weights, "p02", {COMES_BACK, "scenario: it goes on"}),
+        (forgets_what_was_here, "p03", {COMES_BACK, "scenario: it goes on"}),
+        (answers_before_the_verdict, "p03", {COMES_BACK}),
+        pytest.param(compares_no_weights, "anything", {COMES_BACK}, marks=SLOW),
         (builds_on_anything, "r05", {"durable: it can be reached", "scenario: r05"}),
         (keeps_the_base_of_a_failed_publish, "c05", ARRIVES | {"scenario: it goes on", "scenario: c05"}),
     ],

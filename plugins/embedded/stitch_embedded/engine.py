@@ -23,10 +23,19 @@ from torch import Tensor
 
 from stitch_core.checkpoint import marks_of
 from stitch_core.files import PosixFiles
-from stitch_core.ports import EngineError, EngineIdentity, EngineRefused, EngineUncertain, FileMarks
+from stitch_core.ports import (
+    EngineError,
+    EngineIdentity,
+    EngineRefused,
+    EngineUncertain,
+    FileMarks,
+    ProbeAnswer,
+)
+from stitch_core.replica.probe_prompt import prompt
 
 from .config import ModelConfig
 from .process import settle
+from .sampling import SamplingParams
 from .scheduler import Event, Outcome, PauseMode, Request, Scheduler
 from .selfcheck import self_check
 from .weights import DTYPES, CheckpointError, CheckpointFiles, Weights
@@ -202,6 +211,24 @@ class EmbeddedEngine:
     async def abort(self, request_id: str) -> None:
         """End every request whose id begins with `request_id`, as SGLang does; none is fine."""
         await self._call(lambda s: s.abort(lambda r: r.rid.startswith(request_id)))
+
+    async def probe(self) -> ProbeAnswer | None:
+        """The log-probabilities of a fixed prompt, as a request like others."""
+        ids = prompt(self.config.vocab, self.max_len - 1)
+        # With a seed of its own it takes no draw from the others.
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True, seed=0)
+        request = Request(f"stitch-probe-{uuid.uuid4().hex}", ids, params, prompt_logprobs_from=0)
+        try:
+            generation = self.generate([request])
+            try:
+                (outcome,) = await generation.outcomes()
+            finally:
+                self.cancel(generation)
+        except EngineFailed as error:
+            raise EngineError(str(error)) from error
+        if outcome.finish["type"] == "abort":
+            raise EngineError("the probe's request was aborted")
+        return ProbeAnswer(tuple(outcome.prompt_logprobs), f"embedded {torch.__version__} {self._dtype}")
 
     # ------------------------------------------------------------------------------------- more control
 

@@ -19,7 +19,9 @@ from stitch_core.ports import (
     EngineUncertain,
     FileMarks,
     KVMode,
+    ProbeAnswer,
 )
+from stitch_core.replica import probe_prompt
 
 from .messages import ACTIVATING, DONE, REFUSED, STAGING, StitchActivateReqInput, StitchStageReqInput
 from .settings import Destination
@@ -175,7 +177,36 @@ class SGLangEngine:
         except Exception as error:
             raise EngineError(f"the abort could not be sent: {error!r}") from error
 
+    async def probe(self) -> ProbeAnswer | None:
+        """A request of our own, below the gate, once SGLang is warm. None if SGLang refuses it."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        await self.warm.wait()
+        asked = probe_prompt.request(
+            self._manager.model_config.vocab_size, f"stitch-probe-{secrets.token_hex(8)}"
+        )
+        try:
+            async with contextlib.aclosing(
+                self._manager.generate_request(GenerateReqInput(**asked), None)
+            ) as contents:
+                answer = [content async for content in contents][-1]
+        except ValueError as error:
+            logger.warning("stitch: weights cannot be probed: %s", error)
+            return None
+        except Exception as error:
+            raise EngineError(f"the probe's request failed: {error!r}") from error
+        if probe_prompt.was_aborted(answer):
+            raise EngineError("the probe's request was aborted")
+        logprobs = probe_prompt.answer(answer, asked["input_ids"])
+        return None if logprobs is None else ProbeAnswer(logprobs, self._signature())
+
     # ------------------------------------------------------------------------------------------ inside
+
+    def _signature(self) -> str:
+        from sglang.version import __version__
+
+        settings: dict[str, Any] = self._manager.server_args.resolved_dict()
+        return probe_prompt.signature({**settings, "version": __version__})
 
     async def _run(self, action: str, path: Path, state: str) -> dict[str, Any]:
         """One stage on all ranks, to its end. Raises EngineRefused, StageUnfit."""

@@ -27,7 +27,7 @@ from stitch_core.stores.bounded import BoundedStore
 
 from .engine import DestinationRefused, SGLangEngine
 from .profiled import Profiled
-from .server import Scratch, boot_directory, reachable_url, replica_id
+from .server import Scratch, boot_directory, kept_probe, reachable_url, replica_id
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Follower:
             ActivationSettings(settings.kv_mode, settings.drain_all, settings.pin_drain),
             poll=settings.poll, make_stager=self._make_stager,
             say=lambda text: logger.warning("stitch: %s", text),
+            probe=kept_probe(settings, self._engine, self._scratch.path),
         )  # fmt: skip
         self.gate.on_refused = self._reconciler.wake
         self._announcer = Announcer(self._store, self._reconciler, self._id, self._address)
@@ -84,8 +85,8 @@ class Follower:
         return {"id": self._id, "mode": "follower", **self._reconciler.status(), "profile": said}
 
     def stitch_status(self) -> dict[str, Any]:
-        activity = self._reconciler.status()["activity"]
-        about = {"id": self._id, "mode": "follower", "activity": activity}
+        now = self._reconciler.status()
+        about = {"id": self._id, "mode": "follower", "activity": now["activity"], "probe": now["probe"]}
         return {**about, **self._engine.status(), "profile": self.profiled.status()}
 
     async def live(self, stop: asyncio.Event) -> None:

@@ -33,7 +33,7 @@ from .engine import DestinationRefused, SGLangEngine
 from .profiled import Profiled
 from .pull import inside
 from .receiver_routes import ReceiverRoutes
-from .server import Scratch, boot_directory, replica_id
+from .server import Scratch, boot_directory, kept_probe, replica_id
 from .settings import Destination, Settings
 
 logger = logging.getLogger(__name__)
@@ -79,12 +79,14 @@ class Receiver:
         self._engine = SGLangEngine(manager, settings.destination, boot_marks)
         self.warm = self._engine.warm
         self.profiled = Profiled(settings, server_args, self._boot_dir)
+        self._probe = kept_probe(settings, self._engine, self._scratch.path)
         self._activator = Activator(
             self._engine, self.gate, self._clock,
             ActivationSettings(
                 settings.kv_mode, settings.drain_all, settings.pin_drain, switch_drain=settings.pin_drain
             ),
             lambda text: logger.warning("stitch: %s", text),
+            self._probe,
         )  # fmt: skip
         roots = [argument for root in settings.roots for argument in ("--root", str(root))]
         self._child = Child("stitch_sglang.pull_worker", (
@@ -130,12 +132,14 @@ class Receiver:
             "host": str(self._scratch.path),
             "kv_mode": self._settings.kv_mode,
             "active_requests": self.gate.active,
+            "probe": self._probe and self._probe.status(),
             "problem": problem and problem.shown(self._clock),
             "profile": self.profiled.said(),
         }
 
     def stitch_status(self) -> dict[str, Any]:
-        about = {"id": self._id, "mode": "receiver", "activity": self._activity}
+        probe = self._probe and self._probe.status()
+        about = {"id": self._id, "mode": "receiver", "activity": self._activity, "probe": probe}
         return {**about, **self._engine.status(), "profile": self.profiled.status()}
 
     # -------------------------------------------------------------------------------------------- life
@@ -152,11 +156,14 @@ class Receiver:
                 raise failing.result()
             await self.gate.drain(self._clock.monotonic() + self._settings.drain, pins_only=False)
         finally:
+            self._activator.close()
             for task in (choosing, boot, stopping, failing):
                 task.cancel()
 
     async def close(self) -> None:
         await self._child.close()
+        if self._probe is not None:
+            await self._probe.save()
         self._scratch.close()
 
     async def _choose(self) -> None:
@@ -175,8 +182,12 @@ class Receiver:
                     boot = BootCheckpoint(pulled.table, pulled.boot_marks)
                     await self._activator.know(functools.partial(_value, boot))
                     self._pulled = pulled
-                    await self._activate(await self._prepare(pulled))
+                    if self._activator.serving != pulled.manifest:
+                        await self._activate(await self._prepare(pulled))
+                    await self._settle()
                     self._boot_state = pulled.manifest.state
+            except ReplicaFailed as failure:
+                self._fail(failure)
             except (NotDone, EngineError) as error:
                 self._note(error)
                 self.gate.close(f"the boot checkpoint is not proven: {error}")
@@ -238,6 +249,7 @@ class Receiver:
                 prepared = self._prepared or await self._prepare(pulled)
                 self._prepared = None
                 await self._activate(prepared)
+            await self._settle()
             self._problem = None
             return f"{pulled.manifest.version} is served"
 
@@ -293,6 +305,16 @@ class Receiver:
             raise NotDone(str(failure)) from failure
         except (EngineError, CannotFollow) as error:
             await self._distrust()
+            raise self._note(NotDone(str(error))) from error
+
+    async def _settle(self) -> None:
+        """Serve what waits for the comparison of its weights. NotDone without an answer: ask again."""
+        try:
+            await self._activator.settle()
+        except ReplicaFailed as failure:
+            self._fail(failure)
+            raise NotDone(str(failure)) from failure
+        except EngineError as error:
             raise self._note(NotDone(str(error))) from error
 
     async def _distrust(self) -> None:

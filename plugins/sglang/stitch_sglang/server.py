@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from stitch_core import logs
 from stitch_core.files import PosixFiles
-from stitch_core.ports import FileMarks
+from stitch_core.ports import Engine, FileMarks, SystemClock
 from stitch_core.replica.admission import Gate
 from stitch_core.replica.asgi import App, Message, Receive, Scope, Send, clean_path, send_json
+from stitch_core.replica.probe import Probe
 from stitch_core.replica.service import ReplicaFailed
 from stitch_core.scratch import temporary_directory
 from stitch_core.versions import check_run_id
@@ -193,6 +194,16 @@ def _about(gate: Gate) -> dict[str, Any]:
     """What log lines say besides."""
     serving = gate.serving
     return {"run": serving.run, "version": serving.number} if serving else {}
+
+
+def kept_probe(settings: Settings, engine: Engine, directory: Path) -> Probe | None:
+    """The probe that remembers beside the host checkpoint, unless it is turned off."""
+    if not settings.probe:
+        return None
+    return Probe.kept_in(
+        directory, engine, SystemClock(), PosixFiles(), asyncio.to_thread,
+        lambda text: logger.warning("stitch: %s", text),
+    )  # fmt: skip
 
 
 def replica_id(settings: Settings) -> str:

@@ -38,6 +38,7 @@ OPTIONS = {
     "and the pause loads them; auto (default): cpu, if a self-test and the memory allow it",
     "kv_mode": "in_place or retract: at an activation keep the KV of running requests, or compute it again",
     "drain_all": "1: let all requests end before an activation",
+    "probe": "0: do not compare weights that come back with what they were (default: 1)",
     "poll": "seconds between looks at the store (5)",
     "pin_drain": "seconds that requests for an exact version may hold an activation up (60)",
     "drain": "seconds that requests get after SIGTERM (60)",
@@ -72,6 +73,7 @@ class Settings:
     destination: Destination = "auto"
     kv_mode: KVMode = "in_place"
     drain_all: bool = False
+    probe: bool = True
     poll: float = 5.0
     pin_drain: float = 60.0
     drain: float = 60.0

@@ -26,7 +26,9 @@ from ...ports import (
     EngineReplaced,
     EngineUncertain,
     KVMode,
+    ProbeAnswer,
 )
+from .. import probe_prompt
 
 # Said by SGLang before it touches a weight, on all ranks alike.
 _UNTOUCHED = "Online weight updates are not supported"
@@ -66,12 +68,17 @@ class HttpEngine:
         *,
         control_timeout: float = 30.0,
         update_timeout: float = 540.0,
+        vocabulary: int | None = None,
     ) -> None:
-        """Seconds: ``control_timeout`` for what should be quick, ``update_timeout`` to read a checkpoint."""
+        """Seconds: ``control_timeout`` for what should be quick, ``update_timeout`` to read a checkpoint.
+
+        ``vocabulary``: how many tokens the model has; without it the server cannot be probed.
+        """
         self._link = link
         self._base = base
         self._control = aiohttp.ClientTimeout(total=control_timeout)
         self._update = aiohttp.ClientTimeout(total=update_timeout)
+        self._vocabulary = vocabulary
         self._prepared: tuple[Path, bool, EngineIdentity] | None = None
         self._mode: KVMode = "in_place"
         self._fallback = uuid.uuid4().hex
@@ -114,6 +121,20 @@ class HttpEngine:
 
     async def abort(self, request_id: str) -> None:
         await self._control_call("/abort_request", {"rid": request_id})
+
+    async def probe(self) -> ProbeAnswer | None:
+        """A ``/generate`` like others. None from a server that refuses it, or gives no log-probabilities."""
+        if self._vocabulary is None:
+            return None
+        status, info = await self._call("GET", "/server_info")
+        if status != 200 or not isinstance(info, dict):
+            raise EngineError(f"GET /server_info answers {status}")
+        asked = probe_prompt.request(self._vocabulary, f"stitch-probe-{uuid.uuid4().hex}")
+        status, answer = await self._call("POST", "/generate", asked, self._update)
+        if status in (429, *range(500, 600)) or probe_prompt.was_aborted(answer):
+            raise EngineError(f"the probe's request is answered {status}: {str(answer)[:200]}")
+        logprobs = probe_prompt.answer(answer, asked["input_ids"]) if status == 200 else None
+        return None if logprobs is None else ProbeAnswer(logprobs, probe_prompt.signature(info))
 
     async def activate(self, label: str) -> None:
         """Reload from the prepared directory, or only relabel if no tensor changed.

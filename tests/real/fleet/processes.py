@@ -138,10 +138,16 @@ class Fleet:
             *with_defaults(options),
         )  # fmt: skip
 
-    def engine(self, port: int = 0, *options: str, model: Path | None = None) -> Child:
+    def engine(
+        self,
+        port: int = 0,
+        *options: str,
+        model: Path | None = None,
+        program: Sequence[str] = ("-m", "stitch_embedded"),
+    ) -> Child:
         """A bare engine, to put a sidecar before."""
         return self.spawn(
-            "engine", "-m", "stitch_embedded", "--model", str(model or self.boot), "--port", str(port),
+            "engine", *program, "--model", str(model or self.boot), "--port", str(port),
             "--max-len", str(MAX_LEN), "--pace", str(PACE), *options,
         )  # fmt: skip
 
@@ -188,7 +194,7 @@ class Trainer:
         self._publisher = PolicyPublisher.start(
             fleet.store_url, run, fleet.boot, fleet.root / f"deltas-{run}", producer={"test": "fleet"}
         )
-        self._tensors = fleet.tensors
+        self._tensors, self._config = fleet.tensors, fleet.config
         self._seeds = random.Random(seed)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -198,9 +204,11 @@ class Trainer:
     def head(self) -> int:
         return self._publisher.head
 
-    def step(self, *, changes: bool = True) -> None:
-        """One more version, published when this returns."""
-        if changes:
+    def step(self, *, changes: bool = True, seed: int | None = None) -> None:
+        """One more version, published when this returns; with ``seed`` one of altogether other weights."""
+        if seed is not None:
+            self._tensors = random_tensors(self._config, seed)
+        elif changes:
             self._tensors = nudged(self._tensors, self._seeds.randrange(2**31))
         tensors = {
             name: Tensor("BF16", tuple(t.shape), t.view(torch.uint8).numpy().data)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.embedded.models import random_tensors, save
 
-from .processes import Fleet, caught_up
+from .processes import Fleet, caught_up, get, ready, until
 from .traffic import Traffic, failures, proven
 
 pytestmark = pytest.mark.real
@@ -90,3 +90,38 @@ async def test_c76_an_engine_that_comes_back_with_other_weights_at_version_0(
         assert outcome.error in LOST, outcome
     assert sidecar.process.poll() is None
     await proven(fleet, RUN, traffic.outcomes)
+
+
+async def test_an_engine_that_relabels_without_copying_is_found_when_a_state_comes_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It confirms the rollback to version 1 and goes on with version 2's weights: the sidecar ends, and all
+    answers until then are proven. Behind the next sidecar it copies, and serves.
+    """
+    lies = fleet.root / "lies"
+    monkeypatch.setenv("LIES", str(lies))
+    engine = fleet.engine(program=(str(Path(__file__).with_name("lying_engine.py")),))
+    options = ("--run", RUN, "--engine", await engine.url())
+    sidecar = fleet.replica("s", *options)
+    trainer = fleet.trainer(RUN)
+    url = await sidecar.url()
+    for seed in (11, 12):
+        trainer.step(seed=seed)
+        await caught_up(url, trainer)
+        said = await ready(url, lambda said: said["probe"]["last"]["outcome"] == "kept")
+    kept, states = fleet.root / "host-s" / "probe.json", said["probe"]["states"]
+    await until(lambda: kept.exists() and kept.read_bytes().count(b"sha256:") == states, "it is written")
+    async with Traffic(url, lambda _: {"run": RUN}, seed=1) as traffic:
+        await traffic.more(10)
+        lies.touch()
+        rollback = fleet.cli("rollback", "rollback", "--store", fleet.store_url, "--run", RUN, "--to", "1")
+        assert await rollback.ended() == 0, rollback.stderr()
+        assert await sidecar.ended() == 1, sidecar.stderr()
+    assert any(outcome.ok for outcome in traffic.outcomes)
+    assert all(a["meta_info"]["weight_version_end"] <= 2 for o in traffic.outcomes for a in o.answers)
+    await proven(fleet, RUN, traffic.outcomes)
+    lies.unlink()
+    again = fleet.replica("s", *options)
+    said = await ready(await again.url(), lambda said: said["applied"] == 3)
+    assert (said["probe"]["last"]["outcome"], said["probe"]["outcomes"]) == ("same", {"same": 1})
+    assert (await get(await again.url(), "/health"))[0] == 200

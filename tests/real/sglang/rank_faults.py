@@ -1,8 +1,8 @@
 """Faults of one rank, on demand: a plugin of SGLang beside Stitch's, copied to where a test's server looks.
 
 A fault happens while there is a file of its name in the directory FAULTS: ``copy``, ``read`` and ``unfit``
-on rank 1, ``memory``, ``slow`` (a read takes half a second) and ``altered`` (the live weights are none of the
-boot checkpoint's) everywhere.
+on rank 1, ``memory``, ``slow`` (a read takes half a second), ``altered`` (the live weights are none of the
+boot checkpoint's) and ``damaged`` (after a copy one live tensor is another) everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def register() -> None:
     def copy_to_live(self, numbers, workers):
         numbers = list(numbers)
         if not wanted("copy"):
-            return copy(self, numbers, workers)
+            copied = copy(self, numbers, workers)
+            if there("damaged"):
+                models[-1].layers[1].mlp.down_proj.weight.data.mul_(-1)
+            return copied
         copy(self, numbers[:1], workers)
         raise RuntimeError("a fault after the first segment")
 
@@ -44,9 +47,12 @@ def register() -> None:
             time.sleep(0.5)
         return read(self, name, ref)
 
+    models = []
+
     def open_stager(scheduler):
+        models.append(scheduler.tp_worker.model_runner.model.model)
         if there("altered"):
-            scheduler.tp_worker.model_runner.model.model.norm.weight.data.add_(1)
+            models[-1].norm.weight.data.add_(1)
         return opened(scheduler)
 
     ranks._open = open_stager

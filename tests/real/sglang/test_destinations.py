@@ -6,15 +6,18 @@ With overlap scheduling, on a run and a host that it did not begin.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from . import joining, profiling
 from . import test_follower as from_disk
 from .checkpoints import random_weights
-from .world import World
+from .world import World, faults
 
 pytestmark = pytest.mark.real
 
@@ -31,7 +34,7 @@ test_stitch_profile_of_an_update = profiling.an_update
 def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = asyncio.run(joining.under_way(tmp_path_factory.mktemp("world"), left=len(joining.SEEDS) - 1))
     try:
-        world.start((), destination="cpu", pin_drain=joining.PIN_DRAIN)
+        world.start((), faults(world.scratch), destination="cpu", pin_drain=joining.PIN_DRAIN)
         yield world
     finally:
         world.close()
@@ -148,3 +151,40 @@ async def test_bytes_that_rot_on_the_host_are_not_activated(world: World) -> Non
 )
 async def test_the_same_as_from_disk(world: World, what: Callable[[World], Awaitable[None]]) -> None:
     await what(world)
+
+
+async def test_a_state_that_comes_back_is_compared_and_one_live_tensor_that_is_another_found(
+    world: World,
+) -> None:
+    """The damage is done after the copy, which is confirmed: only the probe tells, and the server ends."""
+    states = (await world.status_until(lambda status: status["ready"]))["probe"]["states"]
+    for seed, count in ((21, states + 1), (22, states + 2)):
+        await world.serves(world.publish(seed))
+        await world.status_until(lambda status, count=count: status["probe"]["states"] == count)
+    await world.serves(world.publish(21))
+    probe = (await said(world))["probe"]
+    assert (probe["able"], probe["last"]["outcome"], probe["noise"]) == (True, "same", 0.0)
+    assert probe["last"]["difference"] == pytest.approx(0.0, abs=1e-5)
+    kept = json.loads((world.host / "probe.json").read_bytes())
+    assert probe["last"]["state"] in kept["answers"]
+    (world.scratch / "damaged").touch()
+    before = len(world.seeds) - 1
+    answers: list[dict[str, Any]] = []
+    asking = asyncio.create_task(ask_until_it_ends(world, answers))
+    async with asyncio.timeout(60):
+        while not answers:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    world.publish(22)
+    await asyncio.to_thread(world.server.process.wait, 60)
+    await asking
+    assert {answer["meta_info"]["weight_version_end"] for answer in answers} == {before}
+    assert "must be replaced" in world.server.log.read_text()
+
+
+async def ask_until_it_ends(world: World, answers: list[dict[str, Any]]) -> None:
+    """One request after the other."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    with contextlib.suppress(aiohttp.ClientError):
+        while world.server.process.poll() is None:
+            status, answer, _ = await world.server.call("POST", "/generate", body, timeout=60)
+            answers += [answer] if status == 200 else []

@@ -321,11 +321,14 @@ async def test_every_other_way_to_change_weights_is_refused(trainer: Trainer) ->
 
 
 async def test_a_restarted_trainer_is_another_run(trainer: Trainer) -> None:
-    run = (await trainer.status())["run"]
+    before = await trainer.status()
+    run, compared = before["run"], before["probe"]["outcomes"]["same"]
     trainer.encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(trainer.boot, FILES))
     trainer.number = 0
     trainer.source = trainer.roots / "restarted"
     await trainer.move(0)
+    # The boot checkpoint's weights came back, and the probe knows them.
+    assert (await trainer.status())["probe"]["outcomes"]["same"] == compared + 1
     first = await trainer.server.generate(PROMPT)
     await trainer.move(trainer.write(2))
     now = await trainer.status()
