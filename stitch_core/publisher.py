@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from .chain import ChainReader, NoHead
-from .claims import ClaimRefused, Fenced, HeadMoved, OutcomeUnknown, PublishError, Resume
+from .chain import NoHead
+from .claiming import PROBE, Claim, Claimant
+from .claims import ClaimRefused, Fenced, HeadMoved, OutcomeUnknown, PublishError
 from .floors import Bases, FloorRaiser
-from .head import Head, head_key
+from .head import Head
 from .manifest import (
     FormatError,
     Manifest,
-    Representation,
     Row,
     extend_history,
     floor_number,
@@ -30,8 +30,6 @@ from .manifest import (
 from .metered import PublisherMetrics, process_metrics
 from .payload import Boot, Payload
 from .ports import (
-    AlreadyExists,
-    Blob,
     Clock,
     Conflict,
     Files,
@@ -39,31 +37,19 @@ from .ports import (
     RunBlocking,
     Store,
     StoreError,
-    Unavailable,
     WriteRefused,
 )
 from .records import How
-from .retry import Retry, retrying
-from .swapping import swap_until_known
+from .retry import Retry
 from .uploading import check_payload, readable, representation_of, upload_payload
-from .versions import check_run_id
 
-T = TypeVar("T")
-
-CLAIM_ATTEMPTS = 16
-
-PROBE = "claim-"
-"""How the name of an object begins that a claim creates to see whether it can, and removes again."""
+__all__ = [
+    "PROBE", "Boot", "ClaimRefused", "Fenced", "HeadMoved", "OutcomeUnknown", "Payload", "PublishError",
+    "Publisher",
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Claim:
-    head: Head
-    tag: str
-    manifest: Manifest
-
-
-class Publisher:
+class Publisher(Claimant):
     """Publishes versions of ``run``, one at a time.
 
     Claim first; after Fenced or OutcomeUnknown claim again or stop.
@@ -86,55 +72,18 @@ class Publisher:
         raise_floor: bool = False,
         metrics: PublisherMetrics | None = None,
     ) -> None:
-        """``nonce`` returns fresh unguessable text; ``swap_deadline``: seconds to learn what a swap did.
-
-        ``alone``: the caller vouches that nobody else writes this run, which a store without conditional
-        writes (see Capabilities) needs. ``raise_floor``: let the fulls that others uploaded beside the chain
-        become its floor, so that what is below them may be collected; a trainer that resumes from below the
-        floor must publish a full. ``metrics``: by default those of this process.
+        """See ``Claimant``. ``raise_floor``: let the fulls that others uploaded beside the chain become its
+        floor, so that what is below them may be collected; a trainer that resumes from below the floor must
+        publish a full. ``metrics``: by default those of this process.
         """
-        self.run = check_run_id(run)
-        self._store, self._files, self._clock, self._rng, self._nonce = store, files, clock, rng, nonce
-        self._run_blocking = run_blocking
-        self._retry = retry or Retry()
-        self._swap_deadline = swap_deadline
+        super().__init__(
+            store, run, clock=clock, rng=rng, nonce=nonce, retry=retry, swap_deadline=swap_deadline,
+            producer=producer, alone=alone,
+        )  # fmt: skip
+        self._files, self._run_blocking = files, run_blocking
         self._metrics = metrics or process_metrics()
-        self._producer = dict(producer or {})
-        self._alone = alone
-        self._chain = ChainReader(store)
         self._bases = Bases(self._chain)
         self._floors = FloorRaiser(store, self._chain, self._bases) if raise_floor else None
-        self._claim: _Claim | None = None
-        self._lost: PublishError | None = None
-        self._next = 0
-
-    # ------------------------------------------------------------------------------------------- claim
-
-    @property
-    def head(self) -> Manifest:
-        """The newest version, as this claim left it."""
-        return self._last_claim().manifest
-
-    @property
-    def epoch(self) -> int:
-        return self._last_claim().head.epoch
-
-    async def look(
-        self, boot: Boot, *, resume: str | None = None, saved: int | None = None, override: bool = False
-    ) -> Manifest:
-        """The newest version that ``claim`` would find; of a run that is not begun its version 0.
-
-        Nothing is written. Raises what ``claim`` raises, where it would be refused.
-        """
-        asked = Resume(resume, saved, override)
-        self._check_conditional()
-        try:
-            head, _ = await self._call(lambda: self._chain.head(self.run))
-        except NoHead:
-            asked.check_new(self.run, boot.state)
-            await self._check_unbegun()
-            return self._version0(boot, 1)
-        return (await self._claimable(boot, asked, head))[1]
 
     async def check(self, payload: Payload, newest: Manifest) -> None:
         """Whether ``payload`` could be published after ``newest``, as far as can be known before a claim.
@@ -148,196 +97,6 @@ class Publisher:
             await check_payload(self._store, self._files, manifest, payload, self._run_blocking)
         except (StoreError, OSError, FormatError) as error:
             raise PublishError(f"run {self.run}: no version can be published: {error}") from error
-
-    async def claim(
-        self,
-        boot: Boot,
-        *,
-        resume: str | None = None,
-        saved: int | None = None,
-        override: bool = False,
-        at: Manifest | None = None,
-    ) -> Manifest:
-        """Become the run's writer and fence the one before; the newest version, which may be version 0.
-
-        ``saved`` is the version that was the newest when the checkpoint that the trainer goes on from was
-        saved; ``resume`` is the state that its next delta builds on (see ``builds_on``). Raises ClaimRefused,
-        and then nobody is fenced, when the run's version 0 has another state than ``boot``, when no version
-        has the state ``resume``, when others keep claiming; and, without ``override``, when a rollback gave
-        up ``saved`` or every version of that state, when ``saved`` is above the head, and when ``resume`` is
-        not the head's state and no ``saved`` says that this is meant; when the store takes no new objects;
-        and HeadMoved when the newest version is not ``at``, where that is given. OutcomeUnknown when the
-        store does not say what became of the swap.
-        """
-        asked = Resume(resume, saved, override)
-
-        async def take() -> _Claim | None:
-            try:
-                found = await self._call(lambda: self._chain.head(self.run))
-            except NoHead:
-                return await self._first_claim(boot, asked, at)
-            head, manifest = await self._claimable(boot, asked, found[0])
-            return await self._take_over(found[1], head, manifest, at)
-
-        return await self._until_claimed(take)
-
-    async def take_back(self, to: int, *, at: Manifest | None = None) -> Manifest:
-        """Claim the run for a rollback: from now on every version above ``to`` counts as given up.
-
-        Raises ClaimRefused when ``to`` is not below the head or the store takes no new objects, HeadMoved as
-        ``claim`` does, NoHead, OutcomeUnknown.
-        """
-
-        async def take() -> _Claim | None:
-            head, tag = await self._call(lambda: self._chain.head(self.run))
-            if to >= head.number:
-                raise ClaimRefused(f"run {self.run} is at version {head.number}: {to} is not before it")
-            manifest = await self._call(lambda: self._chain.manifest(self.run, head))
-            return await self._take_over(tag, head.taken_back(to), manifest, at)
-
-        return await self._until_claimed(take)
-
-    async def release(self) -> tuple[Head, Manifest]:
-        """Fence the run's writer and be none oneself; the head that it had, and the newest version.
-
-        Nobody knows the nonce that the head has afterwards. Raises NoHead, ClaimRefused, OutcomeUnknown.
-        """
-        before: list[Head] = []
-
-        async def take() -> _Claim | None:
-            head, tag = await self._call(lambda: self._chain.head(self.run))
-            manifest = await self._call(lambda: self._chain.manifest(self.run, head))
-            before[:] = [head]
-            return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
-
-        manifest = await self._until_claimed(take)
-        self._claim = None
-        return before[0], manifest
-
-    def _check_conditional(self) -> None:
-        if not (self._alone or self._store.capabilities.conditional_writes):
-            raise ClaimRefused(
-                f"run {self.run}: the store cannot compare and swap, so two trainers that claim at once may "
-                "both publish; claim it only where nothing else writes the run, and say so (alone=True)"
-            )
-
-    async def _until_claimed(self, take: Callable[[], Awaitable[_Claim | None]]) -> Manifest:
-        self._claim, self._lost = None, None
-        self._check_conditional()
-        for _ in range(CLAIM_ATTEMPTS):
-            claim = await take()
-            if claim is not None:
-                self._claim, self._next = claim, claim.head.number + 1
-                return claim.manifest
-        raise ClaimRefused(f"run {self.run}: other writers kept claiming it; is a second trainer running?")
-
-    def _version0(self, boot: Boot, epoch: int) -> Manifest:
-        return Manifest(
-            self.run, 0, epoch, boot.state, Representation("boot", source=boot.source),
-            time=self._clock.time(), producer=self._producer,
-        )  # fmt: skip
-
-    async def _first_claim(self, boot: Boot, asked: Resume, at: Manifest | None) -> _Claim | None:
-        asked.check_new(self.run, boot.state)
-        await self._check_unbegun()
-        for epoch in range(1, CLAIM_ATTEMPTS):
-            manifest = self._version0(boot, epoch)
-            self._check_at(manifest, at)
-            try:
-                await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
-            except AlreadyExists:
-                # A claim that died before its head: the same weights are the same version 0.
-                left = await self._load(run_prefix(self.run) + manifest.key)
-                manifest = Manifest.decode(left.data, manifest.key)
-                if manifest.state != boot.state:
-                    continue
-            head = Head(0, epoch, manifest.key, manifest.digest(), self._nonce(), self._clock.time())
-            return await self._take(None, head, manifest)
-        raise ClaimRefused(
-            f"run {self.run} has {CLAIM_ATTEMPTS - 1} abandoned starts from other checkpoints; use a new id"
-        )
-
-    async def _check_unbegun(self) -> None:
-        """No head, and versions above 0: begun anew, their numbers would mean other weights. ClaimRefused."""
-        try:
-            listed = await self._call(lambda: self._store.list(run_prefix(self.run) + "manifests/"))
-        except NotFound:
-            return  # no store yet: this claim begins it
-        begun = [entry.key for entry in listed if not _boot_key(entry.key)]
-        if begun and not await self._call(self._has_head):  # which another claim may have made meanwhile
-            raise ClaimRefused(
-                f"run {self.run} has no head, and has versions up to {begun[-1]}: its head was removed from "
-                "outside; restore it, or use a new run id"
-            )
-
-    async def _has_head(self) -> bool:
-        try:
-            await self._chain.head(self.run)
-        except NoHead:
-            return False
-        return True
-
-    async def _claimable(self, boot: Boot, asked: Resume, head: Head) -> tuple[Head, Manifest]:
-        """The head to claim, and the newest version. ClaimRefused."""
-        manifest = await self._call(lambda: self._chain.manifest(self.run, head))
-        version0 = await self._call(lambda: self._chain.boot(manifest))
-        if version0.state != boot.state:
-            raise ClaimRefused(
-                f"the base checkpoint {boot.source} is not version 0 of run {self.run}: its state is "
-                f"{boot.state}, version 0 ({version0.representation.source}) has {version0.state}; use that "
-                "one or a new run id"
-            )
-        asked.check_saved(self.run, head)
-        await asked.check_base(
-            head, manifest, lambda wanted: self._call(lambda: self._chain.find(manifest, wanted))
-        )
-        if asked.saved is not None and asked.override:
-            head = head.going_on_from(asked.saved)
-        return head, manifest
-
-    async def _take_over(
-        self, tag: str, head: Head, manifest: Manifest, at: Manifest | None
-    ) -> _Claim | None:
-        """Claim a run that is begun, unless its writer would be fenced for nothing. ClaimRefused."""
-        self._check_at(manifest, at)
-        await self._check_writable(head)
-        return await self._take(tag, head.claimed(self._nonce(), self._clock.time()), manifest)
-
-    def _check_at(self, manifest: Manifest, at: Manifest | None) -> None:
-        if at is not None and (manifest.number, manifest.state) != (at.number, at.state):
-            raise HeadMoved(
-                f"run {self.run} is at version {manifest.number} now and was at {at.number} when this was "
-                "made ready: its trainer is publishing. No writer was fenced"
-            )
-
-    async def _check_writable(self, head: Head) -> None:
-        """A new object is created and removed again: one that can only be replaced would swap the head.
-
-        It lies below the next epoch, where a collector finds what a process that died leaves.
-        """
-        nonce = self._nonce()
-        key = run_prefix(self.run) + payload_prefix(0, head.epoch + 1) + PROBE + nonce
-        try:
-            await self._create(key, nonce.encode())
-        except Unavailable:
-            raise
-        except StoreError as error:
-            raise ClaimRefused(
-                f"run {self.run} cannot be claimed: its store takes no new objects ({error}). No writer was "
-                "fenced"
-            ) from error
-        with contextlib.suppress(StoreError):  # who may not delete may still publish
-            await self._store.delete(key)
-
-    async def _take(self, expected: str | None, head: Head, manifest: Manifest) -> _Claim | None:
-        try:
-            return _Claim(head, await self._swap(expected, head), manifest)
-        except Conflict:
-            return None
-        except WriteRefused as error:
-            raise ClaimRefused(f"run {self.run} cannot be claimed: {error}") from error
-
-    # ----------------------------------------------------------------------------------------- publish
 
     def reserve(self) -> int:
         """The next number. It is used up, whatever becomes of it: no number ever names two byte strings."""
@@ -369,7 +128,7 @@ class Publisher:
         self._bases.note(manifest)
         return manifest
 
-    async def _publish(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
+    async def _publish(self, payload: Payload, number: int, claim: Claim) -> Manifest:
         try:
             manifest = await self._upload(payload, number, claim)
             await self._create(run_prefix(self.run) + manifest.key, readable(manifest))
@@ -381,7 +140,7 @@ class Publisher:
         await self._move(claim, manifest)
         return manifest
 
-    async def _check_not_fenced(self, claim: _Claim) -> None:
+    async def _check_not_fenced(self, claim: Claim) -> None:
         """Raises Fenced if what was uploaded is gone because a collector took it from a fenced writer."""
         with contextlib.suppress(StoreError, FormatError, NoHead):
             head, _ = await self._call(lambda: self._chain.head(self.run))
@@ -389,7 +148,7 @@ class Publisher:
                 self._lost = self._fenced(head)
                 raise self._lost
 
-    async def _move(self, claim: _Claim, manifest: Manifest) -> None:
+    async def _move(self, claim: Claim, manifest: Manifest) -> None:
         """Swap the head. However this ends, the claim holds on only if the head is what it left there."""
         head = claim.head.moved(manifest, self._clock.time())
         try:
@@ -428,12 +187,6 @@ class Publisher:
     def _not_published(self, number: int, why: Exception) -> PublishError:
         return PublishError(f"version {number} of run {self.run} was not published: {why}")
 
-    def _unknown(self, number: int, why: str) -> OutcomeUnknown:
-        return OutcomeUnknown(
-            f"run {self.run}: nothing says whether its head moved to {number} ({why}); claim the run again "
-            "to find out"
-        )
-
     async def builds_on(self, state: str) -> bool:
         """Whether a delta on ``state`` can be published now; if not, only a full can.
 
@@ -464,7 +217,7 @@ class Publisher:
                 "encode against the head"
             )
 
-    async def _upload(self, payload: Payload, number: int, claim: _Claim) -> Manifest:
+    async def _upload(self, payload: Payload, number: int, claim: Claim) -> Manifest:
         parent = claim.manifest
         floor = _floor(payload, parent)
         if floor is not None and self._floors is not None and payload.base is not None:
@@ -483,45 +236,7 @@ class Publisher:
             time=self._clock.time(), producer=self._producer, metadata=dict(payload.metadata),
         )  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------- store
-
-    def _claimed(self) -> _Claim:
-        if self._lost is not None:
-            raise self._lost
-        return self._last_claim()
-
-    def _last_claim(self) -> _Claim:
-        if self._claim is None:
-            raise PublishError(f"run {self.run} has not been claimed by this publisher")
-        return self._claim
-
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retrying(call, self._retry, self._rng)
-
-    async def _load(self, key: str) -> Blob:
-        return await self._call(lambda: self._store.load(key))
-
-    async def _create(self, key: str, data: bytes) -> None:
-        """Create-only, repeated until known; AlreadyExists only for other bytes than ``data``."""
-        try:
-            await self._call(lambda: self._store.create(key, data))
-        except AlreadyExists:
-            if (await self._load(key)).data != data:
-                raise
-
-    async def _swap(self, expected: str | None, head: Head) -> str:
-        """See ``swap_until_known``."""
-        return await swap_until_known(
-            self._store, head_key(self.run), expected, head.encode(), clock=self._clock, rng=self._rng,
-            retry=self._retry, seconds=self._swap_deadline,
-            unknown=lambda why: self._unknown(head.number, why),
-        )  # fmt: skip
-
 
 def _floor(payload: Payload, parent: Manifest) -> Row | None:
     """The floor of what follows ``parent``, as far as no full beside the chain raises it."""
     return None if payload.kind == "full" else parent.floor or parent.row()
-
-
-def _boot_key(key: str) -> bool:
-    return key.rpartition("/")[2].startswith("000000.")
