@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from .state import TensorInfo, state_digest
 __all__ = ["CHUNK_BYTES", "Checkpoint", "CheckpointError", "TensorRef"]
 
 CHUNK_BYTES = 8 << 20
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})\.safetensors\Z", re.DOTALL)
 
 Progress = Callable[[str, int, int], None]
 """Told how far a call that goes through a whole model has come: ``hashed`` or ``copied``, bytes, of bytes.
@@ -38,7 +41,9 @@ def untold(what: str, done: int, total: int) -> None:
 class Checkpoint:
     """A full checkpoint whose files, headers and index agree. ``weight_files`` are the shards' names, sorted.
 
-    ``index`` is None where there is no index file: then every ``*.safetensors`` in the directory counts.
+    ``index`` is None where there is no index file: then the directory has one ``*.safetensors``, or a whole
+    numbered set of them, ``NAME-00001-of-00003.safetensors`` and so on, and no other. With an index other
+    files are no part of it.
     """
 
     directory: Path
@@ -59,9 +64,7 @@ class Checkpoint:
                 raise CheckpointError(f"{where}: a delta ({index.encoding}), not a full checkpoint")
             if not index.weight_map:
                 raise CheckpointError(f"{where}: names no tensors")
-        shards = set(index.weight_map.values()) if index else {n for n in names if n.endswith(".safetensors")}
-        if not shards:
-            raise CheckpointError(f"{directory}: no *.safetensors file")
+        shards = set(index.weight_map.values()) if index else _only_set(directory, names)
         tensors: dict[str, TensorRef] = {}
         for shard in sorted(check_shard_name(shard, str(directory)) for shard in shards):
             if shard not in names:
@@ -96,14 +99,17 @@ class Checkpoint:
                 raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {at + len(data)}")
             yield data
 
-    def table(self, workers: int = 1, progress: Progress = untold) -> dict[str, TensorInfo]:
-        """Hash every tensor on ``workers`` threads, 8 MiB each in memory.
+    def table(
+        self, workers: int = 1, progress: Progress = untold, names: Iterable[str] | None = None
+    ) -> dict[str, TensorInfo]:
+        """Hash every tensor, or only ``names``, on ``workers`` threads, 8 MiB each in memory.
 
         ``progress`` is told after each tensor of 8 MiB and more, and after each such group of small ones.
         """
         table: dict[str, TensorInfo] = {}
-        done, total = 0, sum(ref.nbytes for ref in self.tensors.values())
-        for infos in in_order((functools.partial(self._infos, names) for names in self._groups()), workers):
+        refs = self.tensors if names is None else {name: self.tensors[name] for name in names}
+        done, total = 0, sum(ref.nbytes for ref in refs.values())
+        for infos in in_order((functools.partial(self._infos, group) for group in _groups(refs)), workers):
             table |= infos
             done += sum(self.tensors[name].nbytes for name in infos)
             progress("hashed", done, total)
@@ -112,19 +118,6 @@ class Checkpoint:
     def state(self, workers: int = 1) -> str:
         """The digest that names these weights; reads every byte."""
         return state_digest(self.table(workers))
-
-    def _groups(self) -> Iterator[list[str]]:
-        """Large tensors one by one, small ones together: a task has a price."""
-        group: list[str] = []
-        size = 0
-        for name, ref in self.tensors.items():
-            group.append(name)
-            size += ref.nbytes
-            if size >= CHUNK_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
 
     def _infos(self, names: list[str]) -> dict[str, TensorInfo]:
         return {name: self._info(name, self.tensors[name]) for name in names}
@@ -138,6 +131,20 @@ class Checkpoint:
                 raise CheckpointError(f"{ref.file}: tensor {name} is cut short at byte {at + count}")
             digest.update(chunk)
         return TensorInfo(ref.dtype, ref.shape, digest.hexdigest())
+
+
+def _groups(refs: Mapping[str, TensorRef]) -> Iterator[list[str]]:
+    """Large tensors one by one, small ones together: a task has a price."""
+    group: list[str] = []
+    size = 0
+    for name, ref in refs.items():
+        group.append(name)
+        size += ref.nbytes
+        if size >= CHUNK_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _buffer(length: int) -> memoryview:
@@ -174,6 +181,30 @@ def first_change(before: FileMarks, after: FileMarks) -> str | None:
     # A file tells more than its directory.
     names = sorted(before.keys() | after.keys(), key=lambda name: (not name, name))
     return next((name for name in names if before.get(name) != after.get(name)), None)
+
+
+def _only_set(directory: Path, names: list[str]) -> set[str]:
+    """The shards of a checkpoint without an index, where nothing but their names says that they are one.
+
+    A second file, or one of a set that is not whole, may be another attempt's: CheckpointError.
+    """
+    found = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+    if not found:
+        raise CheckpointError(f"{directory}: no *.safetensors file")
+    parts = [_PART.match(name) for name in found]
+    if len(found) == 1 and parts[0] is None:
+        return set(found)
+    sets = {(part["stem"], int(part["count"])) for part in parts if part}
+    if all(parts) and len(sets) == 1:
+        numbers = sorted(int(part["number"]) for part in parts if part)
+        ((_, count),) = sets
+        if numbers in (list(range(count)), list(range(1, count + 1))):
+            return set(found)
+    raise CheckpointError(
+        f"{directory}: there is no {INDEX_NAME} that says which files are one checkpoint, and "
+        f"{', '.join(found)} are neither one file nor a whole set NAME-00001-of-0000N: remove what another "
+        "attempt has left, or write the index"
+    )
 
 
 def _check_index(directory: Path, index: Index, tensors: Mapping[str, TensorRef]) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .checkpoint import Checkpoint
-from .dialects import INDEX_NAME
 from .gathering import all_of
-from .host_data import side_files
+from .host_data import files_of
 from .lineage import Source
 from .manifest import FormatError, Manifest, PayloadFile, Representation, Row, bytes_digest, run_prefix
 from .ports import AlreadyExists, Files, NotFound, RunBlocking, Store
@@ -188,11 +187,11 @@ def describe_full(manifest: Manifest, directory: Path, files: Files) -> Record:
             f"{directory} is not {manifest.version}: its state is {state}, expected {manifest.state}; a "
             "trainer's export may be a step off, or of another dtype"
         )
-    index = () if checkpoint.index is None else (INDEX_NAME,)
-    ours = (SPAN_FILE, COPY_FILE)
-    sides = [name for name in side_files(files, directory) if is_key(name) and name not in ours]
+    weights, ours = set(checkpoint.weight_files), (SPAN_FILE, COPY_FILE)
     listed = []
-    for name in sorted({*checkpoint.weight_files, *index, *sides}):
+    for name in files_of(checkpoint):
+        if name not in weights and (name in ours or not is_key(name)):
+            continue
         size = files.size(directory / name)
         listed.append(PayloadFile(name, size, file_digest(files, directory / name, size)))
     how = Representation("full", tuple(listed))

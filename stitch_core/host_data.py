@@ -55,6 +55,15 @@ def side_files(files: Files, directory: Path) -> dict[str, int]:
     return result
 
 
+def files_of(checkpoint: Checkpoint) -> list[str]:
+    """The files of a checkpoint: its weights, its index if it has one, and config, tokenizer and the like.
+
+    Weights beside it that it does not name are another attempt's, or the model in another format.
+    """
+    index = () if checkpoint.index is None else (INDEX_NAME,)
+    return sorted({*checkpoint.weight_files, *index, *side_files(checkpoint.files, checkpoint.directory)})
+
+
 def open_with_index(files: Files, directory: Path) -> Checkpoint:
     """Open a checkpoint; one without an index gets one, which is what engines read. CheckpointError."""
     checkpoint = Checkpoint.open(directory, files)

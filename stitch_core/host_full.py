@@ -13,9 +13,8 @@ from .applying import Applying
 from .checkpoint import Checkpoint, Progress, untold
 from .delta.fold import CopyDamaged, PlanDeltas, RepresentationInvalid
 from .delta.stream import PART_BYTES
-from .dialects import INDEX_NAME
 from .host_checks import HostCheckpointError, check_boot, check_full, check_target
-from .host_data import copy_files, open_with_index, side_files
+from .host_data import copy_files, files_of, open_with_index
 from .lineage import Plan, Source
 from .manifest import Manifest
 from .ports import Files
@@ -31,9 +30,7 @@ def copy_boot(
 ) -> Built:
     """Copy ``boot`` into ``data``; HostCheckpointError if it is not ``version0``, CheckpointError."""
     files = boot.files
-    index = () if boot.index is None else (INDEX_NAME,)
-    names = [*boot.weight_files, *index, *side_files(files, boot.directory)]
-    copy_files(files, boot.directory, data, names, progress)
+    copy_files(files, boot.directory, data, files_of(boot), progress)
     checkpoint = open_with_index(files, data)
     table = checkpoint.table(workers, progress)
     check_boot(boot.directory, table, version0)

@@ -309,7 +309,8 @@ class PolicyPublisher:
         base = self._work / "base"
         self._loop.run(self._check_out(row.number, base, boot))
         del self._encoder
-        self._encoder = DeltaEncoder.from_checkpoint(Checkpoint.open(base, self._files), encoding)
+        checked_out = Checkpoint.open(base, self._files)
+        self._encoder = DeltaEncoder.from_checkpoint(checked_out, encoding, state=row.state)
         self._files.remove_tree(base)
 
     # ------------------------------------------------------------------- on the publishing thread's loop

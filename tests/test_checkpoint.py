@@ -93,6 +93,63 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path, FILES)
 
 
+def numbered(directory: Path, *names: str) -> None:
+    """Shards of these names, a tensor of its own in each."""
+    for name in names:
+        write_file(directory / name, FILES, {name: Tensor("U8", (1,), b"x")})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.safetensors",),
+        ("any-name.safetensors",),
+        ("model-00001-of-00001.safetensors",),
+        ("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+        ("pytorch-1-of-2.safetensors", "pytorch-2-of-2.safetensors"),
+    ],
+)
+def test_C26_without_an_index_one_file_or_a_whole_set_is_a_checkpoint(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    numbered(tmp_path, *names)
+    numbered(tmp_path, ".model-00002-of-00002.safetensors")  # half written, by its name
+    assert Checkpoint.open(tmp_path, FILES).weight_files == names
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.safetensors", "model-00001-of-00002.safetensors"),
+        ("model.safetensors", "other.safetensors"),
+        ("model-00001-of-00002.safetensors",),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+         "model-00003-of-00003.safetensors"),
+        ("model-00001-of-00002.safetensors", "other-00002-of-00002.safetensors"),
+        ("model-00000-of-00003.safetensors", "model-00001-of-00003.safetensors",
+         "model-00003-of-00003.safetensors"),
+        ("model-1-of-2.safetensors", "model-01-of-2.safetensors"),
+    ],
+)  # fmt: skip
+def test_C74_without_an_index_files_of_two_attempts_are_refused_by_name(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Each may be of ranks that died: nothing says which of them are one checkpoint."""
+    numbered(tmp_path, *names)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(tmp_path, FILES)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_C74_with_an_index_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    tensors = random_tensors(np.random.default_rng(1))
+    write_checkpoint(tmp_path, FILES, tensors, 2)
+    numbered(tmp_path, "model-00003-of-00003.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, FILES)
+    assert checkpoint.table() == table_of(tensors)
+    assert checkpoint.weight_files == tuple(f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+
+
 class Broken:
     """A checkpoint of two shards, to be broken."""
 

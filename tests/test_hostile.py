@@ -28,7 +28,7 @@ from stitch_core.files import PosixFiles
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import HostCheckpoint, HostCheckpointError, RepresentationInvalid
 from stitch_core.lineage import Plan
-from stitch_core.manifest import FormatError, Manifest
+from stitch_core.manifest import FormatError, Manifest, PayloadFile
 from stitch_core.pins import Pin
 from stitch_core.planner import Planner
 from stitch_core.safetensors import CheckpointError, read_header
@@ -342,8 +342,9 @@ def test_an_index_with_a_file_name_that_no_disk_takes(tmp_path: Path) -> None:
     host = HostCheckpoint(tmp_path / "host", FILES)
     host.open()
     host.seed(run.boot, run.versions[0])
-    lie = replace(delta, representation=replace(delta.representation, files=()))
-    with pytest.raises(RepresentationInvalid, match="not there, but named by the index"):
+    index = PayloadFile(INDEX_NAME, (tmp_path / INDEX_NAME).stat().st_size, "")
+    lie = replace(delta, representation=replace(delta.representation, files=(index,)))
+    with pytest.raises(RepresentationInvalid, match=r"nnn\.sparse: named by the index"):
         host.apply(Plan(lie, run.versions[0].state, None, (lie,)), lambda _: tmp_path)
     host.close()
 

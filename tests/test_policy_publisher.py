@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stitch_core.checkpoint import CheckpointError
+from stitch_core import policy_publisher
+from stitch_core.checkout import checkout
+from stitch_core.checkpoint import Checkpoint, CheckpointError
 from stitch_core.delta import DeltaError
 from stitch_core.dialects import INDEX_NAME
+from stitch_core.files import PosixFiles
+from stitch_core.manifest import Manifest
 from stitch_core.policy_publisher import PolicyPublisher, Published
 from stitch_core.ports import Store, StoreError
 from stitch_core.publisher import ClaimRefused, Fenced, OutcomeUnknown, PublishError
@@ -305,6 +310,30 @@ def test_c06_resumes_above_a_raised_floor(trainer: Trainer, store: Gated) -> Non
         assert published.delta.base == floor
     assert numbers(store, trainer) == [0, 1, 2, 3]
     assert list((trainer.root / "work").iterdir()) == []
+
+
+def test_c75_a_checked_out_base_that_changes_before_it_is_read(
+    trainer: Trainer, store: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it held when it was checked out is not what the encoder has; nobody could apply its deltas."""
+    publishing = trainer.publisher(store)
+    asyncio.run(publishing.claim(trainer.version0))
+    asyncio.run(publishing.publish(trainer.full()))
+    bases: list[Path] = []
+
+    async def changed(store: Store, run: str, number: int, directory: Path, **more: Any) -> Manifest:
+        manifest = await checkout(store, run, number, directory, **more)
+        bases.append(directory)
+        ref = Checkpoint.open(directory, PosixFiles()).tensors["b"]
+        data = bytearray(ref.file.read_bytes())
+        data[ref.offset] ^= 1
+        ref.file.write_bytes(data)
+        return manifest
+
+    monkeypatch.setattr(policy_publisher, "checkout", changed)
+    with pytest.raises(DeltaError) as caught:
+        resumed(trainer, store, 1)
+    assert str(bases[0]) in str(caught.value)
 
 
 def test_c35_a_version_that_a_rollback_gave_up(trainer: Trainer, store: Gated) -> None:

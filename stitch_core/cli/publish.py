@@ -12,7 +12,7 @@ from pathlib import Path
 from ..chain import ChainReader
 from ..checkout import stage_replanning
 from ..checkpoint import Checkpoint
-from ..delta.directory import DeltaDirectory
+from ..delta.directory import DeltaDirectory, is_weights
 from ..delta.prove import prove_delta
 from ..delta.sparse_layout import width_of
 from ..delta.streamed import stream_delta
@@ -22,6 +22,7 @@ from ..files import PosixFiles
 from ..fleet import read_wanted, wait_for_replicas
 from ..head import head_key
 from ..host_checkpoint import HostCheckpoint
+from ..host_data import files_of
 from ..manifest import Manifest
 from ..ports import NoStore, NotFound, Store, SystemClock
 from ..publisher import Boot, HeadMoved, Payload
@@ -144,7 +145,8 @@ async def publish_directory(
         raise UsageError("--encoding is for deltas: add --as-delta to publish DIR as one")
     boot = await asyncio.to_thread(lambda: Checkpoint.open(base, files).table())
     payload = None
-    for name in () if options.as_delta else _names(directory):
+    names = () if options.as_delta else await asyncio.to_thread(_names, directory, files)
+    for name in names:
         if not is_key(name):
             raise UsageError(
                 f"{directory}: no store can hold a file of the name {name!r}: take it away, or rename it to "
@@ -154,6 +156,9 @@ async def publish_directory(
         await asyncio.to_thread(DeltaDirectory.open, directory, files)
     else:
         payload = await asyncio.to_thread(given_full, directory, boot, files, options.step)
+        beside = [name for name in files.list(directory) if is_weights(name) and name not in names]
+        if names and beside:
+            say(f"left out, since {INDEX_NAME} does not name it: {', '.join(beside)}")
     async with opened_store(options.store) as store:
         await _check_there(store, options.run_id)
         publisher = new_publisher(store, options.run_id, "publish")
@@ -222,12 +227,17 @@ def given_full(directory: Path, boot: TensorTable, files: PosixFiles, step: int 
     difference = layout_difference(boot, table)
     if difference is not None:
         raise UsageError(f"{directory} does not have the layout of version 0: {difference}")
-    return Payload("full", state_digest(table), directory, _names(directory), step=step)
+    return Payload("full", state_digest(table), directory, _names(directory, files), step=step)
 
 
-def _names(directory: Path) -> tuple[str, ...]:
-    """The files to publish: all but hidden ones and directories."""
-    return tuple(sorted(f.name for f in directory.iterdir() if f.is_file() and not f.name.startswith(".")))
+def _names(directory: Path, files: PosixFiles) -> tuple[str, ...]:
+    """The files of what is in a directory. Of weights those that the index names, or all without one.
+
+    Raises CheckpointError, DeltaError.
+    """
+    if is_delta_directory(directory, files):
+        return DeltaDirectory.open(directory, files).names
+    return tuple(files_of(Checkpoint.open(directory, files)))
 
 
 def _new_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, head: int) -> Payload:
@@ -236,7 +246,7 @@ def _new_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, he
     host.files.remove_tree(work / "delta")  # of an earlier run with the same --work
     delta = stream_delta(
         Checkpoint.open(host.directory, host.files), lambda name, *_: checkpoint.read(name), work / "delta",
-        encoding=options.encoding or "xor", number=head + 1, base_number=head,
+        encoding=options.encoding or "xor", number=head + 1, base_number=head, proven=host.table,
     ).delta  # fmt: skip
     return Payload(
         "delta", delta.state, work / "delta", delta.files, delta.base, delta.encoding, delta.changed,
@@ -249,7 +259,7 @@ def given_delta(options: argparse.Namespace, host: HostCheckpoint, work: Path, h
     directory, files = options.directory, host.files
     delta = DeltaDirectory.open(directory, files)
     changed, state = prove_delta(delta, Checkpoint.open(host.directory, files), host.table)
-    names, encoding = _names(directory), delta.index.encoding
+    names, encoding = delta.names, delta.index.encoding
     if options.encoding not in (None, encoding):
         directory, encoding = work / "delta", options.encoding
         files.remove_tree(directory)  # of an earlier run with the same --work

@@ -9,7 +9,7 @@ written last. No change at all is an index with an empty ``weight_map`` and no s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class Payload:
 class DeltaDirectory:
     """What the shards hold; the index says how it is encoded and never whether there is a payload.
 
-    ``sparse`` maps the tensors of sparse files to their file.
+    ``sparse`` maps the tensors of sparse files to their file. ``names`` are the delta's files, the index
+    last: what else lies in the directory is no part of it.
     """
 
     path: Path
@@ -49,14 +50,20 @@ class DeltaDirectory:
     index: Index = field(repr=False)
     payloads: Mapping[str, Payload] = field(repr=False)
     sparse: Mapping[str, SparseFile] = field(repr=False, default_factory=dict)
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path, files: Files) -> DeltaDirectory:
+    def open(cls, path: Path, files: Files, named: Collection[str] | None = None) -> DeltaDirectory:
         """Read the index and every shard's header.
 
+        ``named`` are the files that a manifest, or receipts, say the delta has: nothing else is looked at,
+        and each of them counts, whatever the index says. Without them the index is the record: weights in a
+        file that it does not name are refused, unless they are copies of what the delta has.
         Raises CheckpointError for a file that is wrong in itself, DeltaError for files that disagree.
         """
         names = list_directory(path, files)
+        if named is not None:
+            names = [name for name in names if name in named]
         if INDEX_NAME not in names:
             raise DeltaError(f"{path}: no {INDEX_NAME}, so not a delta")
         index = read_index(files.read(path / INDEX_NAME), str(path / INDEX_NAME))
@@ -68,43 +75,61 @@ class DeltaDirectory:
                 f"known are {', '.join(ENCODINGS)} with zstd"
             )
         if index.encoding == "sparse":
-            return cls._open_sparse(path, files, index, names)
-        payloads: dict[str, Payload] = {}
-        homes: dict[str, set[str]] = {}
-        for shard in (name for name in names if name.endswith(".safetensors") and not name.startswith(".")):
-            header = read_header(path / shard, files)
-            for name, frame in header.tensors.items():
-                payload = _payload(path / shard, name, frame, header, index)
-                if name in payloads and not _equal(files, payloads[name], payload):
-                    other = payloads[name].frame.file.name
-                    raise DeltaError(
-                        f"{path / shard}: tensor {name} is also in {other}, with another payload"
-                    )
-                payloads.setdefault(name, payload)
-                homes.setdefault(name, set()).add(shard)
-        for name, shard in index.weight_map.items():
-            if shard not in names:
-                raise DeltaError(f"{path / shard}: named by the index, but not there")
-            if shard not in homes.get(name, ()):
-                raise DeltaError(f"{path / shard}: tensor {name} is missing, the index names it there")
-        return cls(path, files, index, payloads)
+            own = set(index.sparse_files)
+        else:
+            own = set(index.weight_map.values()) if named is None else {n for n in names if is_shard(n)}
+        strays = [name for name in names if is_weights(name) and name not in own]
+        for name in sorted(own - set(names)):
+            raise DeltaError(f"{path / name}: named by the index, but not there")
+        if index.encoding == "sparse":
+            delta = cls._open_sparse(path, files, index, sorted(own))
+        else:
+            delta = cls._open_frames(path, files, index, sorted(own))
+        delta._check_strays(strays)
+        return delta
 
     @classmethod
-    def _open_sparse(cls, path: Path, files: Files, index: Index, names: list[str]) -> DeltaDirectory:
+    def _open_frames(cls, path: Path, files: Files, index: Index, shards: list[str]) -> DeltaDirectory:
+        payloads: dict[str, Payload] = {}
+        homes: dict[str, set[str]] = {}
+        for shard in shards:
+            for name, payload in _payloads(path / shard, files, index).items():
+                _check_copy(files, path / shard, name, payloads.setdefault(name, payload), payload)
+                homes.setdefault(name, set()).add(shard)
+        for name, shard in index.weight_map.items():
+            if shard not in homes.get(name, ()):
+                raise DeltaError(f"{path / shard}: tensor {name} is missing, the index names it there")
+        return cls(path, files, index, payloads, names=(*shards, INDEX_NAME))
+
+    @classmethod
+    def _open_sparse(cls, path: Path, files: Files, index: Index, shards: list[str]) -> DeltaDirectory:
         payloads: dict[str, Payload] = {}
         sparse: dict[str, SparseFile] = {}
-        found = {name for name in names if name.endswith(SPARSE_SUFFIX) and not name.startswith(".")}
-        for name in sorted(found ^ set(index.sparse_files)):
-            word = "not named by" if name in found else "not there, but named by"
-            raise DeltaError(f"{path / name}: {word} the index")
-        for shard in sorted(found):
+        for shard in shards:
             file = SparseFile(path / shard, files)
             where = TensorRef("U8", (files.size(path / shard),), path / shard, 0, files.size(path / shard))
             for name, row in file.tensors.items():
                 if name in sparse:
                     raise DeltaError(f"{path / shard}: tensor {name} is also in {sparse[name].path.name}")
                 sparse[name], payloads[name] = file, Payload(where, row.new)
-        return cls(path, files, index, payloads, sparse)
+        return cls(path, files, index, payloads, sparse, (*shards, INDEX_NAME))
+
+    def _check_strays(self, strays: Sequence[str]) -> None:
+        """Files that the index does not name: where they have more than copies of the payload, DeltaError.
+
+        A pipeline's stage that changed nothing but tensors which it shares writes such copies.
+        """
+        unknown, copies = [], {}
+        for stray in strays:
+            alike = is_shard(stray) and self.index.encoding != "sparse"
+            copies[stray] = _payloads(self.path / stray, self.files, self.index) if alike else {}
+            if not alike or not copies[stray].keys() <= self.payloads.keys():
+                unknown.append(stray)
+        if unknown:
+            raise DeltaError(stray_problem(self.path, unknown))
+        for stray, payloads in copies.items():
+            for name, payload in payloads.items():
+                _check_copy(self.files, self.path / stray, name, self.payloads[name], payload)
 
     @property
     def changed(self) -> dict[str, tuple[str, str]]:
@@ -126,6 +151,25 @@ class DeltaDirectory:
             return self.files.read(frame.file, frame.offset + offset, count)
 
         return FrameFile(read, frame.nbytes)
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file of that name holds tensors; hidden ones are another writer's, half done."""
+    return name.endswith(".safetensors") and not name.startswith(".")
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of that name is a shard, or a sparse file."""
+    return is_shard(name) or (name.endswith(SPARSE_SUFFIX) and not name.startswith("."))
+
+
+def stray_problem(where: Path | str, names: Sequence[str]) -> str:
+    """What is wrong where files with weights lie beside a delta that they are no part of."""
+    verb = "are" if len(names) > 1 else "is"
+    return (
+        f"{where}: {', '.join(names)} {verb} not named by {INDEX_NAME}: another attempt, or another writer, "
+        "has left such files; remove them if they are no part of this version"
+    )
 
 
 def write_delta(
@@ -264,6 +308,17 @@ def _shards(payloads: Mapping[str, tuple[bytes, str]], bound: int) -> Iterator[l
         size += len(payloads[name][0])
     if shard:
         yield shard
+
+
+def _payloads(shard: Path, files: Files, index: Index) -> dict[str, Payload]:
+    header = read_header(shard, files)
+    return {name: _payload(shard, name, frame, header, index) for name, frame in header.tensors.items()}
+
+
+def _check_copy(files: Files, shard: Path, name: str, first: Payload, other: Payload) -> None:
+    """DeltaError unless two payloads of a tensor are one, or equal."""
+    if other is not first and not _equal(files, first, other):
+        raise DeltaError(f"{shard}: tensor {name} is also in {first.frame.file.name}, with another payload")
 
 
 def _payload(shard: Path, name: str, frame: TensorRef, header: Header, index: Index) -> Payload:

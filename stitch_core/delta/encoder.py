@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ..dialects import INDEX_NAME, SPARSE_SUFFIX
 from ..host_data import copy_files
 from ..ports import Files
 from ..safetensors import ByteArray, Tensor, as_bytes, tensor_nbytes
-from ..state import ITEM_BITS, TensorInfo, layout_difference, state_digest, tensor_digest
+from ..state import ITEM_BITS, TensorInfo, TensorTable, layout_difference, state_digest, tensor_digest
 from ..stores.probe import NO_LINKS
 from . import wire, xor
 from .directory import prepare_directory, write_delta, write_sparse_index
@@ -104,7 +104,6 @@ class DeltaEncoder:
         self.encoding = encoding
         self._workers = workers
         self._base: dict[str, ByteArray] = {}
-        self._element_count = 0
         self.table: dict[str, TensorInfo] = {}
         for name, tensor in base.items():
             self._add(name, tensor, as_bytes(tensor.data).copy())
@@ -112,12 +111,34 @@ class DeltaEncoder:
         self._outstanding: deque[_Undo] = deque()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, encoding: str = "xor") -> DeltaEncoder:
-        """An encoder whose base is a checkpoint on disk."""
-        encoder = cls({}, encoding)
-        for name, ref in checkpoint.tensors.items():
-            encoder._add(name, Tensor(ref.dtype, ref.shape, b""), as_bytes(bytearray(checkpoint.read(name))))
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        encoding: str = "xor",
+        *,
+        names: Iterable[str] | None = None,
+        proven: TensorTable | None = None,
+        state: str | None = None,
+        workers: int | None = None,
+    ) -> DeltaEncoder:
+        """An encoder whose base is a checkpoint on disk, or only the tensors ``names`` of it.
+
+        ``proven`` is the table that the base has to have, or ``state`` its digest: what is compared are the
+        bytes that are kept, as they were read. Raises DeltaError, naming the tensor and its file or the
+        directory, CheckpointError.
+        """
+        encoder = cls({}, encoding, workers=workers)
+        for name in checkpoint.tensors if names is None else names:
+            ref = checkpoint.tensors[name]
+            encoder._read(checkpoint, name)
+            if proven is not None and encoder.table[name] != proven.get(name):
+                encoder._read(checkpoint, name)  # one bad read is no other file
+                check_base(name, encoder.table[name], proven, ref.file)
         encoder.state = state_digest(encoder.table)
+        if state not in (None, encoder.state):
+            raise DeltaError(
+                f"{checkpoint.directory}: its state was {state}, what was read is {encoder.state}"
+            )
         return encoder
 
     @property
@@ -277,10 +298,17 @@ class DeltaEncoder:
         for name, info in self.table.items():
             yield name, Tensor(info.dtype, info.shape, self._base[name].data)
 
+    @property
+    def _element_count(self) -> int:
+        return sum(data.size * 8 // ITEM_BITS[self.table[name].dtype] for name, data in self._base.items())
+
+    def _read(self, checkpoint: Checkpoint, name: str) -> None:
+        ref = checkpoint.tensors[name]
+        self._add(name, Tensor(ref.dtype, ref.shape, b""), as_bytes(bytearray(checkpoint.read(name))))
+
     def _add(self, name: str, tensor: Tensor, data: ByteArray) -> None:
         _check_size(name, tensor, data)
         self._base[name] = data
-        self._element_count += data.size * 8 // ITEM_BITS[tensor.dtype]
         self.table[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), tensor_digest(data.data))
 
     def _new_table(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
@@ -294,6 +322,17 @@ class DeltaEncoder:
             _check_size(name, tensors[name], data)
             table[name] = TensorInfo(info.dtype, info.shape, tensor_digest(data.data))
         return table
+
+
+def check_base(name: str, found: TensorInfo, proven: TensorTable, file: Path) -> None:
+    """DeltaError if a tensor of a base is not as it was proven: no reader could apply a delta from it."""
+    expected = proven.get(name)
+    if found != expected:
+        was = "not there" if expected is None else expected.digest
+        raise DeltaError(
+            f"{file}: tensor {name} is {found.digest}, in the checkpoint that was proven it is {was}: the "
+            "file has changed, or another host has another one; put the right one back"
+        )
 
 
 def _keep(paths: Sequence[Path], kept: Path, files: Files) -> None:

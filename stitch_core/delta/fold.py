@@ -177,11 +177,11 @@ def reconstruct_base(
 
 def open_delta(delta: Source, path: Path, files: Files) -> DeltaDirectory:
     """The files of ``delta`` in ``path``, which say what it says. Raises RepresentationInvalid."""
+    representation = delta.representation
     try:
-        directory = DeltaDirectory.open(path, files)
+        directory = DeltaDirectory.open(path, files, {file.name for file in representation.files})
     except (CheckpointError, DeltaError) as error:
         raise _invalid(delta, str(error)) from error
-    representation = delta.representation
     if directory.index.encoding != representation.encoding:
         raise _invalid(
             delta, f"its index says {directory.index.encoding}, its manifest {representation.encoding}"

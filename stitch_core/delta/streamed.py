@@ -15,7 +15,7 @@ from ..dialects import INDEX_NAME
 from ..parallel import default_workers, in_order
 from ..ports import Buffer
 from ..safetensors import ByteArray, Tensor, TensorRef
-from ..state import TensorInfo, state_digest
+from ..state import TensorInfo, TensorTable, state_digest
 from .directory import prepare_directory, write_index, write_shards, write_sparse_index
 from .encoder import DeltaEncoder, EncodedDelta
 
@@ -60,18 +60,20 @@ def stream_delta(
     encoding: str,
     number: int,
     base_number: int,
+    proven: TensorTable | None = None,
     group_bytes: int = GROUP_BYTES,
     workers: int | None = None,
 ) -> Streamed:
     """Write the delta from ``base`` to what ``new`` makes of it into ``directory``, as DeltaEncoder does.
 
+    ``proven`` is the table that ``base`` has to have; see ``DeltaEncoder.from_checkpoint``.
     Each of ``workers`` threads (by default one for each CPU, at most 8) has two groups of ``group_bytes`` in
     hand, or of one tensor that is larger. Raises CheckpointError, DeltaError, OSError, and what ``new`` does.
     """
     files = base.files
     prepare_directory(directory, files)
     calls = (
-        functools.partial(_encoded, base, names, new, directory, encoding, f"model-{index:05d}")
+        functools.partial(_encoded, base, names, proven, new, directory, encoding, f"model-{index:05d}")
         for index, names in enumerate(_groups(base, group_bytes))
     )
     whole = _Group()
@@ -88,15 +90,20 @@ def stream_delta(
 
 
 def _encoded(
-    base: Checkpoint, names: list[str], new: New, directory: Path, encoding: str, stem: str
+    base: Checkpoint,
+    names: list[str],
+    proven: TensorTable | None,
+    new: New,
+    directory: Path,
+    encoding: str,
+    stem: str,
 ) -> _Group:
     """One group, into files of its own whose names begin with ``stem``."""
-    old, after = {}, {}
-    for name in names:
-        ref, data = base.tensors[name], base.read(name)
-        old[name] = Tensor(ref.dtype, ref.shape, data)
-        after[name] = Tensor(ref.dtype, ref.shape, new(name, ref, np.frombuffer(data, np.uint8)))
-    encoder, group = DeltaEncoder(old, encoding), _Group()
+    encoder, group = DeltaEncoder.from_checkpoint(base, encoding, names=names, proven=proven), _Group()
+    after = {}
+    for name, tensor in encoder.tensors():
+        old = np.frombuffer(memoryview(tensor.data).toreadonly(), np.uint8)
+        after[name] = Tensor(tensor.dtype, tensor.shape, new(name, base.tensors[name], old))
     group.before = encoder.table
     began = time.perf_counter()
     if encoding == "sparse":

@@ -11,7 +11,7 @@ import zstandard
 
 from ..dialects import INDEX_NAME, SPARSE_SUFFIX
 from ..lineage import Source, Undo
-from ..manifest import Representation
+from ..manifest import PayloadFile, Representation
 from ..ports import Files
 from ..safetensors import ByteArray
 from ..versions import PolicyVersion
@@ -36,7 +36,10 @@ from .wire import LEVEL, DeltaError, FrameReader, content_size
 
 @dataclass(frozen=True)
 class Transcoded:
-    """A delta whose files lie here in the other encoding; all else of it is as it was."""
+    """A delta whose files lie here in the other encoding; all else of it is as it was.
+
+    Its files never leave this host, so the representation has no digests of them.
+    """
 
     source: Source
     representation: Representation
@@ -86,11 +89,13 @@ def _transcoded(
 ) -> Transcoded:
     files.remove_tree(path)
     delta, number, how = open_delta(source, directory, files), source.version.number, source.representation
+    changed: Mapping[str, tuple[str, str]] = {}
     if encoding == "xor":
-        sparse_to_xor(delta, path, files, number=number, base_number=number)
-        return Transcoded(source, replace(how, encoding="xor", changed=delta.changed))
-    xor_to_sparse(delta, how.changed, widths, path, files, number=number, base_number=number)
-    return Transcoded(source, replace(how, encoding="sparse", changed={}))
+        names, changed = sparse_to_xor(delta, path, files, number=number, base_number=number), delta.changed
+    else:
+        names = xor_to_sparse(delta, how.changed, widths, path, files, number=number, base_number=number)
+    listed = tuple(PayloadFile(name, files.size(path / name), "") for name in names)
+    return Transcoded(source, replace(how, encoding=encoding, changed=changed, files=listed))
 
 
 def xor_to_sparse(

@@ -13,6 +13,7 @@ from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
 from .sim_jobs import SimulatedCompactor
 from .sim_operator import SimulatedOperator
+from .sim_ranks import SimulatedRanks
 from .sim_replica import SimulatedReplica
 from .sim_trainer import SimulatedTrainer
 from .sim_world import World
@@ -32,11 +33,11 @@ async def anything(world: World) -> None:
     encoding = random.choice(("xor", "xor", "sparse", "mixed"))
     saves, stubborn = random.choice((0.0, 0.0, 0.4)), random.choice((0, 0, 3))
     trainers = [
-        SimulatedTrainer(
-            world, name, "a", versions=versions, impatience=hasty, save_rate=saves, stubborn=stubborn
-        )
+        a_trainer(world, name, versions)
         for name in (["trainer", "rival"] if random.random() < 0.25 else ["trainer"])
     ]
+    for trainer in trainers:
+        trainer.impatience, trainer.save_rate, trainer.stubborn = hasty, saves, stubborn
     operator = SimulatedOperator(world, "operator")
     if switch:
         trainers.append(SimulatedTrainer(world, "other", "b", versions=random.randint(2, 5)))
@@ -69,6 +70,16 @@ async def anything(world: World) -> None:
     requests.result()
     for task in tasks:
         task.cancel()
+
+
+def a_trainer(world: World, name: str, versions: int) -> SimulatedTrainer:
+    """Of one process, or of several ranks whose base changes on one host now and then."""
+    random = world.random
+    if random.random() < 0.7:
+        return SimulatedTrainer(world, name, "a", versions=versions)
+    ranks = SimulatedRanks(world, name, "a", versions=versions, stock=random.random() < 0.5)
+    ranks.spoil_rate = random.choice((0.0, 0.5))
+    return ranks
 
 
 async def operate(world: World, operator: SimulatedOperator, last: str) -> None:

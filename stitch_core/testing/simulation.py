@@ -24,6 +24,7 @@ from .sim_found import FOUND
 from .sim_judge import Broken
 from .sim_probe_cases import PROBE_CASES
 from .sim_random import anything
+from .sim_rank_cases import RANK_CASES
 from .sim_replica_cases import REPLICA_CASES
 from .sim_retention import RETENTION_CASES
 from .sim_rollback_cases import ROLLBACK_CASES
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, Scenario] = {
         *ROLLBACK_CASES,
         *RETENTION_CASES,
         *PROBE_CASES,
+        *RANK_CASES,
         *FOUND,
     )
 }

@@ -15,10 +15,10 @@ from typing import Any
 from ..checkout import CheckoutRefused, checkout
 from ..manifest import Row
 from ..ports import Files, Store, TrainerGroup
-from ..state import TensorInfo, state_digest
-from .boot import boot_table
+from ..state import state_digest
+from .boot import Proven, prove_copies
 from .group import RanksFailed, together
-from .receipts import host_of
+from .hosts import host_of
 from .settings import TrainerSettings
 
 PREFIX = "base-"
@@ -40,8 +40,8 @@ class BaseCheckout:
         self._run = run
         self._mine: Path | None = None
 
-    def check_out(self, row: Row) -> tuple[Path, dict[str, TensorInfo]]:
-        """The directory of the version, and its tensors as all ranks hashed them. Raises RanksFailed."""
+    def check_out(self, row: Row) -> Proven:
+        """The version in a directory, as all ranks have hashed it. Raises RanksFailed."""
         settings, files = self._settings, self._files
         what = f"checking out version {row.number} of run {settings.run}, which the next delta builds on"
 
@@ -73,10 +73,11 @@ class BaseCheckout:
                 self._run(self._build(row, directory))
 
         together(self._group, what, here)
-        table = boot_table(directory, files, self._group)
-        if state_digest(table) != row.state:  # every rank has the same table
-            raise RanksFailed(f"{what}: {directory} has state {state_digest(table)}, expected {row.state}")
-        return directory, table
+        proven = prove_copies(directory, files, self._group)
+        state = state_digest(proven.table)
+        if state != row.state:  # every rank has the same table
+            raise RanksFailed(f"{what}: {directory} has state {state}, expected {row.state}")
+        return proven
 
     async def _build(self, row: Row, directory: Path) -> None:
         settings = self._settings

@@ -1,17 +1,62 @@
-"""The tensor table of a checkpoint, hashed by all ranks together: each takes its share of the bytes."""
+"""The tensor table of a checkpoint of which every host may have a copy of its own, hashed by all ranks.
+
+Each copy is hashed whole, its bytes shared out to the ranks that see it: what an encoder on one host reads
+would otherwise be proven by what another host has. Files that hosts share are one copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from ..checkpoint import Checkpoint
-from ..ports import Files, TrainerGroup
+from ..checkpoint import Checkpoint, first_change, list_directory
+from ..delta.directory import is_weights
+from ..delta.encoder import check_base
+from ..delta.wire import DeltaError
+from ..dialects import INDEX_NAME
+from ..parallel import default_workers
+from ..ports import FileMarks, Files, TrainerGroup
 from ..safetensors import TensorRef
-from ..state import TensorInfo
+from ..state import TensorInfo, TensorTable, layout_difference
 from .group import together
+from .hosts import mark_of, naming_host
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A checkpoint of which every host's copy has this ``table``.
+
+    ``marks`` are those of the files of this rank's copy, from before they were hashed.
+    """
+
+    directory: Path
+    table: dict[str, TensorInfo]
+    marks: FileMarks
+
+    def check_unchanged(self, files: Files) -> None:
+        """DeltaError, naming the file, where one of this copy is not what it was when it was hashed.
+
+        What another program has read of the copy between the two is then what was hashed, but for what no
+        mark shows.
+        """
+        now = {name: files.mark(path) for name in self.marks if files.exists(path := self.directory / name)}
+        changed = first_change(self.marks, now)
+        if changed is not None:
+            raise DeltaError(
+                f"{self.directory / changed} was changed or replaced while the trainer read it, so that its "
+                "deltas may be made from other weights: start the trainer again once nothing changes it"
+            )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank sees: its host's name, what tells its copy from others, and on rank 0 the layout."""
+
+    host: str
+    copy: str
+    layout: TensorTable | None
 
 
 def shares(tensors: dict[str, TensorRef], size: int) -> list[list[str]]:
@@ -25,31 +70,54 @@ def shares(tensors: dict[str, TensorRef], size: int) -> list[list[str]]:
     return result
 
 
-def boot_table(directory: Path, files: Files, group: TrainerGroup) -> dict[str, TensorInfo]:
-    """The table of the checkpoint in ``directory``, which every rank can read.
+def prove_copies(directory: Path, files: Files, group: TrainerGroup) -> Proven:
+    """Hash every host's copy of the checkpoint in ``directory``, and compare them.
 
-    Raises RanksFailed, with CheckpointError's message, when a rank cannot, or when hosts see different
-    checkpoints there.
+    Raises RanksFailed, with CheckpointError's message, when a rank cannot read it; and when hosts have
+    different checkpoints there, naming tensor, file and host.
     """
+    what, rank = f"reading the boot checkpoint {directory}", group.rank
+    opened: list[Checkpoint] = []
+    marks: dict[str, tuple[int, ...]] = {}
+    table: dict[str, TensorInfo] = {}
 
-    def mine() -> tuple[Sequence[tuple[str, str, tuple[int, ...]]], dict[str, TensorInfo]]:
+    def look() -> _Seen:
+        there = [name for name in list_directory(directory, files) if is_weights(name) or name == INDEX_NAME]
+        before = {name: files.mark(directory / name) for name in there}
         checkpoint = Checkpoint.open(directory, files)
-        layout = [(name, ref.dtype, ref.shape) for name, ref in sorted(checkpoint.tensors.items())]
-        table = {}
-        for name in shares(dict(checkpoint.tensors), group.size)[group.rank]:
-            digest = xxhash.xxh3_128()
-            for chunk in checkpoint.chunks(name):
-                digest.update(chunk)
-            ref = checkpoint.tensors[name]
-            table[name] = TensorInfo(ref.dtype, ref.shape, digest.hexdigest())
-        return layout, table
+        index = () if checkpoint.index is None else (INDEX_NAME,)
+        names = (*checkpoint.weight_files, *index)
+        marks.update((name, before[name]) for name in names)
+        opened.append(checkpoint)
+        copy = repr([(name, mark_of(directory / name)) for name in names])
+        digest = hashlib.sha256(copy.encode("utf-8", "surrogateescape")).hexdigest()
+        return _Seen(socket.gethostname(), digest, None if rank else _layout(checkpoint))
 
-    results = together(group, f"reading the boot checkpoint {directory}", mine)
+    seen = together(group, what, look)
 
-    def merge() -> dict[str, TensorInfo]:
-        for rank, (layout, _) in enumerate(results):
-            if layout != results[0][0]:
-                raise ValueError(f"{directory} is another checkpoint on rank {rank} than on rank 0")
-        return {name: info for _, table in results for name, info in table.items()}
+    @naming_host()
+    def hashed() -> dict[str, TensorInfo]:
+        mine, checkpoint = seen[rank], opened[0]
+        difference = layout_difference(seen[0].layout or {}, _layout(checkpoint))
+        if difference is not None:
+            raise DeltaError(f"{directory} is another checkpoint than on {seen[0].host}: {difference}")
+        peers = [other for other, look in enumerate(seen) if look.copy == mine.copy]
+        share = shares(dict(checkpoint.tensors), len(peers))[peers.index(rank)]
+        workers = default_workers(sum(look.host == mine.host for look in seen))
+        table.update(checkpoint.table(workers, names=share))
+        return table if mine.copy == seen[0].copy else {}
 
-    return together(group, f"reading the boot checkpoint {directory}", merge)[group.rank]
+    whole = {name: info for part in together(group, what, hashed) for name, info in part.items()}
+
+    @naming_host()
+    def compare() -> None:
+        for name in sorted(name for name, info in table.items() if info != whole.get(name)):
+            again = opened[0].table(names=[name])  # one bad read is no other file
+            check_base(name, again[name], whole, opened[0].tensors[name].file)
+
+    together(group, what, compare)
+    return Proven(directory, whole, marks)
+
+
+def _layout(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(ref.dtype, ref.shape, "") for name, ref in checkpoint.tensors.items()}

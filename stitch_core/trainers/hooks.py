@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from ..retry import Retry
 from ..stores import open_store
 from .exports import Exports
 from .group import RanksFailed, together
+from .hosts import VERSION_DIRECTORY, clear_versions
 from .publication import GroupPublisher, Start
 from .record import RunRecord, check_run, loaded_record
 from .settings import SettingsError, TrainerSettings, read_settings
 
 logger = logging.getLogger("stitch")
-_VERSION_DIRECTORY = re.compile(r"weight_v([0-9]{6,18})\Z")
 
 
 class Trainer:
@@ -91,6 +90,17 @@ class Trainer:
         number = self._publisher.number if self._publisher and self._publisher.start else None
         return {"run": self.settings.run, "version": number, "rank": self.group.rank}
 
+    def check_snapshot(self) -> None:
+        """A framework has taken its snapshot; once it may be another than was proven, nothing is published.
+
+        Raises RanksFailed.
+        """
+        try:
+            self.publisher.check_snapshot()
+        except RanksFailed as error:
+            self.failed = str(error)
+            raise
+
     @property
     def publisher(self) -> GroupPublisher:
         if self._publisher is None:
@@ -155,7 +165,7 @@ def post_write(args: Any, version_dir: str, rollout_engines: Any = None) -> None
     Raises RanksFailed, and from then on whenever it is called: the framework's base moved before the call
     that failed, so that its next delta would build on a version that is not there.
     """
-    match = _VERSION_DIRECTORY.match(Path(version_dir).name)
+    match = VERSION_DIRECTORY.match(Path(version_dir).name)
     if match is None:
         return
     here = trainer()
@@ -222,6 +232,20 @@ def snapshot_from(updater: Any, directory: Path) -> Iterator[None]:
         args.hf_checkpoint = given
 
 
+def empty_versions(here: Trainer, args: Any) -> None:
+    """Remove from every host what earlier attempts have left where the framework writes; collective.
+
+    The framework does that itself, and on rank 0's host alone: beside what ranks write on the others lie the
+    files of those that died, or ran elsewhere. Raises RanksFailed.
+    """
+    given = getattr(args, "update_weight_disk_dir", None)
+    if given is None:
+        return
+    directory = Path(given)
+
+    together(here.group, f"emptying {directory}", lambda: clear_versions(directory, here.files))
+
+
 def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> None:
     """Make a framework's delta updater claim the run first, count on from its head, and publish at the start.
 
@@ -246,8 +270,10 @@ def start_through_stitch(updater: type, zero_dim: Callable[[type], None]) -> Non
             return
         here = trainer()
         self.weight_version = here.begin().number
+        empty_versions(here, self.args)
         with snapshot_from(self, here.publisher.base):
             original(self)
+        here.check_snapshot()
         here.publisher.release_base()
         original(self)
 

@@ -7,23 +7,25 @@ when its publishing fails, so the next publish repairs what a failed one left ou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from .. import leaving
 from ..checkpoint import Checkpoint
-from ..delta.directory import write_index, write_shards, write_sparse_index
 from ..delta.encoder import DeltaEncoder
 from ..delta.wire import DeltaError
+from ..dialects import INDEX_NAME
 from ..pipeline import Pipeline
 from ..ports import Files, TrainerGroup
 from ..safetensors import Tensor
-from ..state import TensorInfo, layout_difference
+from ..state import TensorInfo, layout_difference, state_digest
 from ..versions import directory_name
 from .group import RanksFailed, together
-from .publication import FleetLate, GroupPublisher
+from .hosts import naming_host
+from .own_files import OwnFiles, Written, whole_table, write_part, write_whole_index
+from .publication import FleetLate, GroupPublisher, Own
 
 T = TypeVar("T")
 
@@ -39,7 +41,9 @@ class OwnDelta:
     def __init__(self, publisher: GroupPublisher, files: Files) -> None:
         """``publisher`` has claimed the run."""
         self._publisher, self._files, self._group = publisher, files, publisher.group
-        self._work = publisher.settings.work / "updates"
+        assert publisher.start is not None
+        settings = publisher.settings
+        self._own = OwnFiles(settings.work, settings.run, settings.store, publisher.start.epoch, files)
         self._boot = Checkpoint.open(publisher.base, files)
         self._encoder: DeltaEncoder | None = None
         self._pipeline: Pipeline[None] | None = None
@@ -64,17 +68,17 @@ class OwnDelta:
             number = self._publisher.reserve()
         encoder, pipeline = self._started(names, mine, number)
         first = pipeline.published == self._started_at
-        directory = self._work / directory_name(number)
+        directory = self._own.root / directory_name(number)
         try:
-            own = {name: tensors[name] for name in mine}
-            self._write(encoder, pipeline, own, directory, number)
+            tensors = {name: tensors[name] for name in mine}
+            own = self._write(encoder, pipeline, tensors, directory, number)
             self._publisher.use(number)
         except BaseException:
             # What was encoded before this is still on its way; only this one is taken back.
             pipeline.settle(len(pipeline.outstanding()))
             encoder.undo()
             raise
-        pipeline.queued(number, self._begin(lambda: self._deliver(pipeline, directory, number, step)))
+        pipeline.queued(number, self._begin(lambda: self._deliver(pipeline, directory, number, step, own)))
         if self._thread is None or wait or first:
             self._settle(everything=True)
         return number
@@ -106,6 +110,7 @@ class OwnDelta:
         if self._encoder is None or self._pipeline is None:
             what = f"encoding {directory_name(number)}"
             self._together(what, lambda: _check_names(self._boot, names))
+            self._together(what, lambda: self._own.empty(keep=self._publisher.settings.keep_files))
             encoders: list[DeltaEncoder] = []  # not gathered: it holds the weights
             self._together(what, lambda: encoders.append(self._base(mine)))
             self._publisher.release_base()
@@ -117,16 +122,18 @@ class OwnDelta:
         self,
         encoder: DeltaEncoder,
         pipeline: Pipeline[None],
-        own: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         directory: Path,
         number: int,
-    ) -> None:
-        """Encode into ``directory``."""
+    ) -> Own:
+        """Encode into ``directory``; what this rank has written there."""
         what = f"encoding {directory_name(number)}"
-        base = pipeline.encoded
-        parts = self._together(what, lambda: self._encode(encoder, own, directory))
-        weight_map = {name: file for part, _ in parts for name, file in part.items()}
-        self._together(what, lambda: self._index(directory, weight_map, number, base))
+        base, rank = pipeline.encoded, self._group.rank
+        parts = self._together(what, lambda: write_part(encoder, tensors, directory, self._files, rank))
+        self._together(what, lambda: self._index(parts, directory, number, base))
+        if rank != 0:
+            return Own(parts[rank].files)
+        return Own((*parts[0].files, INDEX_NAME), state_digest(whole_table(parts)))
 
     def _begin(self, call: Callable[[], None]) -> Future[None]:
         if self._thread is not None:
@@ -139,11 +146,13 @@ class OwnDelta:
             future.set_exception(error)
         return future
 
-    def _deliver(self, pipeline: Pipeline[None], directory: Path, number: int, step: int | None) -> None:
+    def _deliver(
+        self, pipeline: Pipeline[None], directory: Path, number: int, step: int | None, own: Own
+    ) -> None:
         group = self._publisher.behind or self._group
         try:
             with pipeline.turn(number):
-                self._publisher.deliver(directory, number, group, step=step)
+                self._publisher.deliver(directory, number, group, step=step, own=own)
         except BaseException:
             with contextlib.suppress(OSError):  # it will not be published under this number
                 self._files.remove_tree(directory)
@@ -194,42 +203,18 @@ class OwnDelta:
         return [name for name in names[self._group.rank] if name not in before]
 
     def _base(self, mine: list[str]) -> DeltaEncoder:
-        """An encoder of this rank's tensors, as they are in the boot checkpoint."""
-        refs = self._boot.tensors
-        tensors = {n: Tensor(refs[n].dtype, refs[n].shape, self._boot.read(n)) for n in mine}
-        return DeltaEncoder(tensors, self._publisher.settings.encoding)
+        """An encoder of this rank's tensors, as the version is that the first delta builds on.
 
-    def _encode(
-        self, encoder: DeltaEncoder, own: Mapping[str, Tensor], directory: Path
-    ) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-        """The file of each changed tensor (or each sparse file itself), and this rank's part of the table."""
-        self._files.make_dirs(directory)
-        stem = f"model-rank{self._group.rank:05d}"
-        for name in self._files.list(directory):
-            if name.startswith((stem, f".{stem}")):  # of a trainer that died here
-                self._files.remove(directory / name)
-        written: dict[str, str] = {}
+        Hosts may have different copies of it, and a copy may have changed since the claim: DeltaError.
+        """
+        encoding, proven = self._publisher.settings.encoding, self._publisher.proven.table
+        with naming_host():
+            return DeltaEncoder.from_checkpoint(self._boot, encoding, names=mine, proven=proven)
 
-        def writer(payloads: Mapping[str, tuple[bytes, str]]) -> list[str]:
-            written.update(write_shards(directory, self._files, payloads, stem=stem))
-            return sorted(set(written.values()))
-
-        if encoder.encoding == "sparse":
-            files = encoder.write_sparse(own, directory, self._files, stem=stem).files
-            self._files.sync(directory)
-            return {file: file for file in files}, dict(encoder.table)
-        encoder.write(own, writer)
-        return written, dict(encoder.table)
-
-    def _index(self, directory: Path, weight_map: Mapping[str, str], number: int, base: int) -> None:
-        if self._group.rank != 0:
-            return
-        encoding, files = self._publisher.settings.encoding, self._files
-        if encoding == "sparse":
-            names = list(weight_map.values())
-            write_sparse_index(directory, files, names, number=number, base_number=base)
-        else:
-            write_index(directory, files, weight_map, number=number, base_number=base, encoding=encoding)
+    def _index(self, parts: Sequence[Written], directory: Path, number: int, base: int) -> None:
+        if self._group.rank == 0:
+            encoding = self._publisher.settings.encoding
+            write_whole_index(parts, encoding, directory, self._files, number=number, base_number=base)
 
 
 def check_policy(group: TrainerGroup, boot: Path, files: Files, tensors: Mapping[str, Tensor]) -> None:

@@ -84,7 +84,7 @@ class Prover:
                 self._store, prefix + file.name, self._files, path, file.size, file.sha256,
                 policy=self._policy,
             )  # fmt: skip
-        return await asyncio.to_thread(self._prove)
+        return await asyncio.to_thread(self._prove, {file.name for file in uploaded})
 
     async def hold(self, head: Manifest, base: str) -> None:
         """Have a copy of the version on the chain of ``head`` that has the state ``base``. DeltaError."""
@@ -96,8 +96,8 @@ class Prover:
         await self._make_way()
         await stage_replanning(self._stager, found)
 
-    def _prove(self) -> tuple[Changed, str]:
-        delta = DeltaDirectory.open(self._fetched, self._files)
+    def _prove(self, named: set[str]) -> tuple[Changed, str]:
+        delta = DeltaDirectory.open(self._fetched, self._files, named)
         return prove_delta(delta, Checkpoint.open(self._host.directory, self._files), self._host.table)
 
     async def published(self, manifest: Manifest) -> None:

@@ -35,10 +35,11 @@ from ..threads import LoopThread
 from ..versions import directory_name
 from ..waking import Waker
 from .base import BaseCheckout
-from .boot import boot_table
+from .boot import Proven, prove_copies
 from .group import RanksFailed, together
+from .hosts import naming_host
 from .prover import Prover
-from .receipts import Listing, Receipt, assign, describe, judge, list_version
+from .receipts import Duty, Listing, Part, Receipt, assign, carry_out, judge, list_version
 from .record import RunRecord
 from .settings import TrainerSettings
 
@@ -50,6 +51,18 @@ logger = logging.getLogger("stitch")
 
 class FleetLate(RanksFailed):
     """The version is published, and too few replicas serve it in time: the trainer was told to stop then."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """A version that Stitch's own encoder has written: what this rank's process knows of it.
+
+    ``files`` are those that this rank has written, on rank 0 with the index; ``state`` is, on rank 0, what
+    the encoders of all ranks hold now.
+    """
+
+    files: tuple[str, ...]
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,8 @@ class GroupPublisher:
         self._compacting: CompactorProcess | None = None
         self._waker = Waker(())
         self._checkout = BaseCheckout(settings, group, self._store, self._files, self._loop.run)
-        self._boot: TensorTable = {}
         self._table: TensorTable = {}
+        self.proven = self._boot = Proven(settings.boot, {}, {})
         self.behind: TrainerGroup | None = group.twin() if settings.async_ else None
         self.base = settings.boot
         self.start: Start | None = None
@@ -107,11 +120,11 @@ class GroupPublisher:
         """Prove the boot checkpoint, become the run's writer, and fence the one before.
 
         ``saved``, asked on rank 0, is the record of the checkpoint that the trainer goes on from. The next
-        delta builds on ``base``, a checkpoint directory on every host whose state was proven: the framework's
-        snapshot is to be taken from there, and ``release_base`` called then. All of that is there before
-        anybody is fenced. Raises RanksFailed.
+        delta builds on ``base``, a checkpoint directory on every host that is what is ``proven``: the
+        framework's snapshot is to be taken from there, and ``release_base`` called then. All of that is there
+        before anybody is fenced. Raises RanksFailed.
         """
-        self._boot = boot_table(self.settings.boot, self._files, self.group)
+        self._boot = prove_copies(self.settings.boot, self._files, self.group)
         what = f"claiming run {self.settings.run}"
         looked = together(self.group, what, lambda: self._look_here(saved))[0]
         self._build_on(looked)
@@ -123,9 +136,21 @@ class GroupPublisher:
         return claimed
 
     def _build_on(self, row: Row | None) -> None:
-        self.base, self._table = self.settings.boot, self._boot
-        if row is not None:
-            self.base, self._table = self._checkout.check_out(row)
+        self.proven = self._boot if row is None else self._checkout.check_out(row)
+        self.base, self._table = self.proven.directory, self.proven.table
+
+    def check_snapshot(self) -> None:
+        """A framework's encoder has read ``base`` by itself, on every host: it must be what was proven still.
+
+        Stitch's own encoder compares what it reads. Raises RanksFailed.
+        """
+        what = f"taking the snapshot of run {self.settings.run} from {self.base}"
+
+        @naming_host()
+        def check() -> None:
+            self.proven.check_unchanged(self._files)
+
+        together(self.group, what, check)
 
     def release_base(self) -> None:
         """The snapshot is taken from ``base``, on every rank: it is not needed any more."""
@@ -168,25 +193,38 @@ class GroupPublisher:
                 "hook in --custom-megatron-init-path"
             )
 
-    def deliver(self, directory: Path, number: int, group: TrainerGroup, *, step: int | None = None) -> None:
+    def deliver(
+        self,
+        directory: Path,
+        number: int,
+        group: TrainerGroup,
+        *,
+        step: int | None = None,
+        own: Own | None = None,
+    ) -> None:
         """Publish a number that was used, on any one thread; ``group`` is that thread's own.
 
-        Returns when the head names it. Raises RanksFailed on every rank, which says at what it failed.
+        Its files are those that each rank has written, by ``own``, or those that the index on rank 0's host
+        names. Returns when the head names it. Raises RanksFailed on every rank, which says at what it failed.
         """
         what = f"publishing {directory_name(number)} of run {self.settings.run}"
-        seen = together(
-            group, f"{what} (listing)", lambda: (list_version(directory, self._files), self._prefix(number))
-        )
-        prefix = seen[0][1] or ""
-        listings = [listing for listing, _ in seen]
-        owners = together(group, f"{what} (listing)", lambda: assign(listings))[group.rank]
-        mine = [name for name, rank in owners.items() if rank == group.rank]
-        parts = together(group, f"{what} (uploading)", lambda: self._upload(directory, mine, prefix))
-        receipts = [receipt for part in parts for receipt in part]
-        finish = lambda: self._finish(directory, number, receipts, prefix, step)  # noqa: E731
+
+        def look() -> tuple[str | None, Listing | None]:
+            prefix, first = self._prefix(number), group.rank == 0
+            return prefix, None if own else list_version(directory, self._files, index=first)
+
+        seen = together(group, f"{what} (listing)", look)
+        prefix, listings = seen[0][0] or "", [listing for _, listing in seen if listing]
+        duty = Duty(own.files) if own else Duty()
+        if listings:
+            share = lambda: assign(listings, str(directory))[group.rank]  # noqa: E731
+            duty = together(group, f"{what} (listing)", share)[group.rank]
+        parts = together(group, f"{what} (uploading)", lambda: self._upload(directory, duty, prefix))
+        state = None if own is None else own.state
+        finish = lambda: self._finish(directory, number, parts, prefix, step, state)  # noqa: E731
         together(group, f"{what} (moving the head)", finish)
         self.number = number
-        self._clean(directory, listings[group.rank])
+        self._clean(directory)
 
     def wait_for_fleet(self, number: int, group: TrainerGroup) -> None:
         """Wait for the replicas that the settings ask for. Raises FleetLate where they say so."""
@@ -236,7 +274,7 @@ class GroupPublisher:
             raise_floor=True,
         )  # fmt: skip
         number = None if record is None else record.version
-        boot = Boot(str(settings.boot), state_digest(self._boot))
+        boot = Boot(str(settings.boot), state_digest(self._boot.table))
         self._asked = {"saved": number, "override": settings.override}
         head = self._loop.run(self._publisher.look(boot, **self._asked))
         row = base_row(head, number)
@@ -250,7 +288,7 @@ class GroupPublisher:
         if self.group.rank != 0:
             return None
         settings, publisher = self.settings, self._rank0()
-        boot = Boot(str(settings.boot), state_digest(self._boot))
+        boot = Boot(str(settings.boot), state_digest(self._boot.table))
         head = self._loop.run(publisher.claim(boot, **self._asked))
         if settings.channel is not None and not self._pointed:
             move = move_channel(
@@ -284,15 +322,23 @@ class GroupPublisher:
         return self._rank0().prefix(number) if self.group.rank == 0 else None
 
     def _finish(
-        self, directory: Path, number: int, receipts: list[Receipt], prefix: str, step: int | None
+        self,
+        directory: Path,
+        number: int,
+        parts: list[Part],
+        prefix: str,
+        step: int | None,
+        encoded: str | None,
     ) -> None:
+        """``encoded``: the state that the encoders hold, where they are Stitch's own."""
         if self.group.rank != 0:
             return
-        base, uploaded = state_digest(self._table), tuple(receipt.file for receipt in receipts)
+        base = state_digest(self._table)
+        uploaded = tuple(receipt.file for part in parts for receipt in part.receipts)
         prover, proven = self._proving(), None
         if prover is not None:
             proven, state = self._loop.run(prover.prove(self._rank0().head, base, prefix, uploaded))
-        verdict = judge(receipts, self._table, str(directory), proven)
+        verdict = judge(parts, self._table, str(directory), proven=proven, encoded=encoded)
         if prover is not None and state != verdict.state:
             raise PublishError(f"the delta was proven to give {state}, its receipts say {verdict.state}")
         payload = Payload(
@@ -327,8 +373,8 @@ class GroupPublisher:
 
     # ----------------------------------------------------------------------------------------- every rank
 
-    def _upload(self, directory: Path, names: list[str], prefix: str) -> list[Receipt]:
-        receipts = [describe(directory / name, self._files) for name in names]
+    def _upload(self, directory: Path, duty: Duty, prefix: str) -> Part:
+        part = carry_out(duty, directory, self._files)
         limit = asyncio.Semaphore(PARALLEL_UPLOADS)
 
         async def one(receipt: Receipt) -> None:
@@ -338,11 +384,11 @@ class GroupPublisher:
                 await upload(self._store, prefix + file.name, source, file.sha256, policy=self._retry)
 
         async def all_of_them() -> None:
-            await asyncio.gather(*(one(receipt) for receipt in receipts))
+            await asyncio.gather(*(one(receipt) for receipt in part.receipts))
 
         self._loop.run(all_of_them())
-        return receipts
+        return part
 
-    def _clean(self, directory: Path, listing: Listing) -> None:
-        if listing.sizes and not self.settings.keep_files:
+    def _clean(self, directory: Path) -> None:
+        if not self.settings.keep_files:
             self._files.remove_tree(directory)

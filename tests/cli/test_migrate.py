@@ -174,6 +174,18 @@ def test_a_version_that_does_not_fit_is_refused(shell: Shell, bulletin: Path) ->
     assert shell.head()[0] == 0
 
 
+def test_c74_weights_that_the_references_index_does_not_name_are_not_adopted(
+    shell: Shell, bulletin: Path
+) -> None:
+    left = shell.root / "store/updates/weight_v000002/model-00003-of-00003.safetensors"
+    write_file(left, FILES, {"other": Tensor("U8", (1,), b"x")}, {"other": "00000000"})
+    assert left.name in shell.claim("--adopt").complaint
+    assert shell.head()[0] == 1
+    left.unlink()
+    assert shell.claim("--adopt").code == 0
+    assert shell.head()[0] == 3
+
+
 def test_only_the_newest_as_a_full(shell: Shell, bulletin: Path) -> None:
     shell.claim()
     said = shell.publish(shell.root / "expected", "--as-delta")

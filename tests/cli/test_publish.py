@@ -11,6 +11,7 @@ import pytest
 
 from stitch_core.checkpoint import Checkpoint
 from stitch_core.dialects import INDEX_NAME
+from stitch_core.safetensors import Tensor, write_file
 from stitch_core.state import state_digest
 from stitch_core.testing.checkpoints import random_tensors, table_of, write_checkpoint
 from tests.cli.commands import Shell
@@ -135,15 +136,57 @@ def test_the_same_work_directory_twice(shell: Shell) -> None:
     assert work.is_dir()
 
 
+def payload_of(shell: Shell, number: int) -> set[str]:
+    return {path.name for path in (shell.root / f"store/runs/r/e0001/weight_v{number:06d}").iterdir()}
+
+
+def test_c74_a_full_has_no_shard_that_its_index_does_not_name(shell: Shell) -> None:
+    """Ranks that died left it, or it is the model in another format; a replica's engine might read it."""
+    directory = shell.learn("full")
+    names = {path.name for path in directory.iterdir()}
+    left = directory / "model-00003-of-00003.safetensors"
+    shutil.copy(next(directory.glob("*.safetensors")), left)
+    (directory / "pytorch_model.bin").write_bytes(b"the same model, in another format")
+    said = shell.publish(directory)
+    assert said.code == 0
+    assert left.name in said.err
+    assert payload_of(shell, 1) == names
+
+
+def test_c74_a_full_without_an_index_is_one_attempts_or_refused(shell: Shell) -> None:
+    shell.claim()
+    directory = shell.root / "full"
+    write_checkpoint(directory, FILES, shell.tensors, 2, index=False)
+    left = directory / "model-00003-of-00003.safetensors"
+    shutil.copy(next(directory.glob("*.safetensors")), left)
+    assert left.name in shell.publish(directory).complaint
+    assert shell.head() == (0, 1), "nobody was fenced"
+    left.unlink()
+    assert shell.publish(directory, "--json").json["number"] == 1
+
+
+def test_c74_a_delta_with_weights_that_no_index_names_is_refused(shell: Shell) -> None:
+    shell.claim()
+    directory = shell.delta("delta")
+    names = {path.name for path in directory.iterdir()}
+    left = directory / "model-00003-of-00003.safetensors"
+    write_file(left, FILES, {"other": Tensor("U8", (1,), b"x")}, {"other": "0" * 32})
+    assert left.name in shell.publish(directory).complaint
+    assert shell.head() == (0, 1), "nobody was fenced"
+    left.rename(directory / "notes.txt")
+    assert shell.publish(directory, "--json").json["number"] == 1
+    assert {path.name for path in (shell.root / "store/runs/r/e0002/weight_v000001").iterdir()} == names
+
+
 def test_c01_a_payload_that_the_index_does_not_name(shell: Shell) -> None:
     """It is not "nothing changed"."""
+    shell.claim()
     directory = shell.delta("sly")
     index = json.loads((directory / INDEX_NAME).read_text())
     index["weight_map"] = {}
     (directory / INDEX_NAME).write_text(json.dumps(index))
-    said = shell.publish(directory, "--json").json
-    assert said["tensors"] > 0
-    assert said["state"] == state_digest(table_of(shell.tensors))
+    assert "model-00000-of-00001.safetensors" in shell.publish(directory).complaint
+    assert shell.head() == (0, 1), "nobody was fenced"
 
 
 def test_c33_a_delta_of_another_base(shell: Shell) -> None:

@@ -8,7 +8,7 @@ import safetensors.numpy
 import xxhash
 from safetensors import safe_open
 
-from stitch_core.delta import DeltaDirectory, DeltaError, write_delta, xor
+from stitch_core.delta import DeltaDirectory, DeltaEncoder, DeltaError, write_delta, xor
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
 from stitch_core.safetensors import CheckpointError, Tensor, write_file
@@ -95,9 +95,52 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_live_one_finished_is_kept
 
 @pytest.mark.parametrize("claims", [{}, {"b": "m-0.safetensors"}])
 def test_C01_a_payload_counts_whatever_the_index_claims(tmp_path: Path, claims: dict[str, str]) -> None:
+    """... where the version's own record names the file; whatever else lies there does not count (C74)."""
     shard(tmp_path / "m-0.safetensors", ["a", "b"])
     index(tmp_path, claims)
+    shard(tmp_path / "m-9.safetensors", ["ü.c/d"])
+    delta = DeltaDirectory.open(tmp_path, FILES, {"m-0.safetensors", INDEX_NAME})
+    assert set(delta.payloads) == {"a", "b"}
+    assert delta.names == ("m-0.safetensors", INDEX_NAME)
+
+
+def test_C01_without_such_a_record_an_index_that_names_nothing_is_no_step_that_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    shard(tmp_path / "m-0.safetensors", ["a", "b"])
+    index(tmp_path, {})
+    with pytest.raises(DeltaError, match=r"m-0\.safetensors"):
+        DeltaDirectory.open(tmp_path, FILES)
+
+
+@pytest.mark.parametrize("left", ["m-9.safetensors", "m-9.sparse"])
+def test_C74_weights_that_the_index_does_not_name_are_refused(tmp_path: Path, left: str) -> None:
+    """Ranks that died left them, of tensors that the retry does not change: nobody has had such weights."""
+    shard(tmp_path / "m-0.safetensors", ["a", "b"])
+    shard(tmp_path / left, ["ü.c/d"])
+    index(tmp_path, dict.fromkeys("ab", "m-0.safetensors"))
+    with pytest.raises(DeltaError, match=left.replace(".", r"\.")):
+        DeltaDirectory.open(tmp_path, FILES)
+    (tmp_path / left).rename(tmp_path / f".{left}")  # half written, by its name
     assert set(DeltaDirectory.open(tmp_path, FILES).payloads) == {"a", "b"}
+
+
+def test_C74_weights_beside_sparse_files_are_refused(tmp_path: Path) -> None:
+    encoder = DeltaEncoder({"a": Tensor("U8", (8,), OLD["a"])}, "sparse", workers=1)
+    encoder.encode({"a": Tensor("U8", (8,), NEW["a"])}, tmp_path / "v", FILES, number=1, base_number=0)
+    shard(tmp_path / "v/m-9.safetensors", ["b"])
+    with pytest.raises(DeltaError, match=r"m-9\.safetensors"):
+        DeltaDirectory.open(tmp_path / "v", FILES)
+
+
+def test_C15_an_unnamed_shard_of_nothing_but_copies_is_no_part_of_the_delta(tmp_path: Path) -> None:
+    """A pipeline's stage that changed nothing else than what it shares with another."""
+    shard(tmp_path / "m-0.safetensors", ["a", "b"])
+    shard(tmp_path / "m-1.safetensors", ["b"])
+    index(tmp_path, dict.fromkeys("ab", "m-0.safetensors"))
+    delta = DeltaDirectory.open(tmp_path, FILES)
+    assert set(delta.payloads) == {"a", "b"}
+    assert delta.names == ("m-0.safetensors", INDEX_NAME)
 
 
 def test_C15_a_tensor_in_two_shards_is_applied_once_if_equal(tmp_path: Path) -> None:

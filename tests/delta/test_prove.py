@@ -132,11 +132,14 @@ def test_a_payload_of_another_size(one: Step) -> None:
 
 
 def test_c01_an_index_that_names_nothing_over_a_payload(one: Step) -> None:
-    """What the shards hold counts, whatever the index says of it."""
+    """What shards hold that the version has by a record counts, whatever the index says of it."""
     one.write()
     index = json.loads((one.delta / INDEX_NAME).read_text())
     index["weight_map"] = {}
     (one.delta / INDEX_NAME).write_text(json.dumps(index))
-    changed, state = one.prove()
+    with pytest.raises(DeltaError, match=r"model-00000-of-00001\.safetensors"):
+        one.prove()
+    delta = DeltaDirectory.open(one.delta, FILES, FILES.list(one.delta))
+    changed, state = prove_delta(delta, one.base, one.base.table())
     assert changed
     assert state == state_digest(table_of(one.new))

@@ -138,13 +138,13 @@ def edit_index(directory: Path, files: object) -> None:
 def test_files_that_are_missing_extra_or_twice_are_named(directory: Path) -> None:
     file = directory / "model-00000.sparse"
     (directory / "more.sparse").write_bytes(file.read_bytes())
-    with pytest.raises(DeltaError, match=r"more.sparse: not named by the index"):
+    with pytest.raises(DeltaError, match=r"more.sparse is not named by"):
         DeltaDirectory.open(directory, FILES)
     edit_index(directory, ["model-00000.sparse", "more.sparse"])
     with pytest.raises(DeltaError, match=r"more.sparse: tensor .* is also in model-00000.sparse"):
         DeltaDirectory.open(directory, FILES)
     (directory / "more.sparse").unlink()
-    with pytest.raises(DeltaError, match=r"more.sparse: not there, but named by the index"):
+    with pytest.raises(DeltaError, match=r"more.sparse: named by the index"):
         DeltaDirectory.open(directory, FILES)
     for names in ("model-00000.sparse", ["../model-00000.sparse"], [7]):
         edit_index(directory, names)

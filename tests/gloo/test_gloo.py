@@ -184,14 +184,14 @@ BEHIND = [(0, "upload"), (0, "swapped"), (2, "listing"), (2, "receipts"), (3, "m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("rank", [0, 2])  # the uploaders of the two hosts
-def test_c06_an_uploader_is_killed_at_each_step(trainer: Trainer, rank: int, step: str) -> None:
+@pytest.mark.parametrize("rank", [0, 2])  # one on each host
+def test_c06_a_rank_is_killed_at_each_step(trainer: Trainer, rank: int, step: str) -> None:
     kill(trainer, rank, step, async_=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "step"), OTHERS)
-def test_c06_a_rank_that_uploads_nothing_is_killed(trainer: Trainer, rank: int, step: str) -> None:
+def test_c06_another_rank_of_the_host_is_killed(trainer: Trainer, rank: int, step: str) -> None:
     kill(trainer, rank, step, async_=False)
 
 

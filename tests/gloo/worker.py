@@ -21,14 +21,16 @@ import numpy as np
 import torch.distributed
 
 from stitch_core.checkpoint import Checkpoint
+from stitch_core.delta.directory import write_index
 from stitch_core.files import PosixFiles
 from stitch_core.ports import Buffer, FileSource
 from stitch_core.safetensors import Tensor
 from stitch_core.stores.local import LocalStore
-from stitch_core.trainers import hooks, publication
+from stitch_core.trainers import hooks
 from stitch_core.trainers.group import ProcessGroup, RanksFailed
 from stitch_core.trainers.own_delta import OwnDelta
 from stitch_core.trainers.publication import GroupPublisher
+from stitch_core.trainers.receipts import Duty
 from stitch_core.trainers.settings import TrainerSettings
 from stitch_core.versions import directory_name
 
@@ -75,21 +77,21 @@ class Dying:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        listing, upload, finish, clean = (
-            publication.list_version, GroupPublisher._upload, GroupPublisher._finish, GroupPublisher._clean,
+        prefix_of, upload, finish, clean = (
+            GroupPublisher._prefix, GroupPublisher._upload, GroupPublisher._finish, GroupPublisher._clean,
         )  # fmt: skip
         dying = self
 
-        def list_version(directory: Path, files: Any) -> Any:
-            if directory.name == dying.name:
+        def _prefix(self: Any, number: int) -> Any:
+            if number == dying.number:
                 dying.at("listing")
-            return listing(directory, files)
+            return prefix_of(self, number)
 
-        def _upload(self: Any, directory: Path, names: list[str], prefix: str) -> Any:
+        def _upload(self: Any, directory: Path, duty: Duty, prefix: str) -> Any:
             here = directory.name == dying.name
-            if here and not names:
+            if here and not duty.uploads:
                 dying.at("upload")  # one that uploads dies in the store
-            receipts = upload(self, directory, names, prefix)
+            receipts = upload(self, directory, duty, prefix)
             if here:
                 dying.at("receipts")
             return receipts
@@ -102,12 +104,12 @@ class Dying:
             if here:
                 dying.at("swap")
 
-        def _clean(self: Any, directory: Path, listing: Any) -> None:
+        def _clean(self: Any, directory: Path) -> None:
             if directory.name == dying.name:
                 dying.at("swapped")
-            clean(self, directory, listing)
+            clean(self, directory)
 
-        publication.list_version = list_version
+        GroupPublisher._prefix = _prefix  # type: ignore[method-assign]
         GroupPublisher._upload = _upload  # type: ignore[method-assign]
         GroupPublisher._finish = _finish  # type: ignore[method-assign]
         GroupPublisher._clean = _clean  # type: ignore[method-assign]
@@ -178,10 +180,14 @@ def fail_together(publisher: GroupPublisher, group: ProcessGroup, updates: Path,
     hooks._TRAINER._publisher = publisher
     if group.rank == 0:
         hooks.post_write(None, str(updates), [])
-    directory = updates / directory_name(publisher.number + 1)
+    number = publisher.number + 1
+    directory, cut = updates / directory_name(number), "model-1.safetensors"
+    if group.rank == 0:
+        directory.mkdir(parents=True)
+        write_index(directory, PosixFiles(), {"a": cut}, number=number, base_number=publisher.number)
     if group.rank == 3:
         directory.mkdir(parents=True)
-        (directory / "model-1.safetensors").write_bytes(b"cut")
+        (directory / cut).write_bytes(b"cut")
     group.gather(None)
     try:
         hooks.post_write(None, str(directory), [])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from stitch_core.delta import DeltaError
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.files import PosixFiles
 from stitch_core.host_checkpoint import HostCheckpoint
-from stitch_core.safetensors import CheckpointError
+from stitch_core.safetensors import CheckpointError, Tensor, write_file
 from stitch_core.testing.checkpoints import table_of, write_checkpoint
 from stitch_core.testing.runs import RunBuilder
 from stitch_core.versions import directory_name
@@ -132,6 +134,36 @@ def test_a_missing_version_is_named_and_nothing_changes(world: World) -> None:
         world.puller.pull(world.source, 3)
     assert world.puller.host.holding is not None
     assert world.puller.host.holding.version.number == 1
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "sparse"])
+def test_c74_a_delta_with_weights_that_no_index_names_is_refused(world: World, suffix: str) -> None:
+    """Ranks of a trainer that died left it, of tensors that the retry does not change."""
+    number = world.delta()
+    left = world.source / directory_name(number) / f"model-00003-of-00003.{suffix}"
+    frame = Tensor("U8", (1,), b"x")
+    write_file(left, FILES, {"another": frame}, {"another": "0" * 32})
+    with pytest.raises(DeltaError, match=re.escape(left.name)):
+        world.puller.pull(world.source, number)
+    assert world.puller.host.holding is not None
+    assert world.puller.host.holding.version.number == 0
+    left.unlink()
+    assert world.pull(number) == "job.n0/weight_v000001"
+
+
+def test_c74_a_full_is_what_its_index_names(world: World) -> None:
+    number = world.full()
+    directory = world.source / directory_name(number)
+    left = directory / "model-00003-of-00003.safetensors"
+    left.write_bytes(next(directory.glob("*.safetensors")).read_bytes())
+    assert world.pull(number) == "job.n0/weight_v000001"
+    assert left.name not in FILES.list(world.puller.host.directory)
+    assert world.pull(number) == "job.n0/weight_v000001", "it is held still"
+    (directory / INDEX_NAME).unlink()
+    again = World(world.tmp_path / "again")
+    shutil.copytree(directory, again.source / directory_name(number))
+    with pytest.raises(CheckpointError, match=re.escape(left.name)):
+        again.puller.pull(again.source, number)
 
 
 def test_a_damaged_delta_is_refused_and_a_repaired_one_taken(world: World) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stitch_core import publisher, uploading
 from stitch_core.claims import Resume
+from stitch_core.delta import encoder
 from stitch_core.delta.encoder import DeltaEncoder
 from stitch_core.doubts import Doubts
 from stitch_core.head import Head
 from stitch_core.host_checkpoint import Checkpoint, HostCheckpoint
 from stitch_core.manifest import Manifest
-from stitch_core.ports import EngineError, EngineRefused, EngineUncertain, Unavailable
+from stitch_core.ports import EngineError, EngineRefused, EngineUncertain, Files, Unavailable
 from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
 from stitch_core.replica.activation import Activator
@@ -24,10 +26,12 @@ from stitch_core.replica.probe import Probe
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.report import Checker
 from stitch_core.rollback import Rollback
-from stitch_core.testing import sim_replica
+from stitch_core.testing import sim_ranks, sim_replica
 from stitch_core.testing.sim_engine import SimulatedEngineClient
 from stitch_core.testing.sim_world import World
 from stitch_core.testing.simulation import run_seed
+from stitch_core.trainers.own_files import OwnFiles
+from stitch_core.trainers.receipts import Duty, Listing, assign
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 SLOW = pytest.mark.slow  # many seeds go by before the first that shows it
@@ -263,11 +267,63 @@ def answers_before_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMES_BACK = "truth: a state that comes back is what it was"
+
+
+def takes_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version's files are those in its directory, wherever ranks have one."""
+
+    def all_of_them(listings: list[Listing], where: str) -> list[Duty]:
+        named = frozenset(name for listing in listings for name in listing.sizes)
+        return assign([replace(listings[0], named=named), *listings[1:]], where)
+
+    monkeypatch.setattr(sim_ranks, "assign", all_of_them)
+
+
+def takes_what_a_framework_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_what_lies_there(monkeypatch)
+    monkeypatch.setattr(sim_ranks, "clear_versions", lambda directory, files: None)
+
+
+def takes_what_dead_ranks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; our own encoder writes into one directory, whoever writes there, and looks what there is."""
+    takes_what_lies_there(monkeypatch)
+    made = OwnFiles.__init__
+
+    def one_for_all(self: OwnFiles, work: Path, run: str, store: str, epoch: int, files: Files) -> None:
+        made(self, work, run, store, 1, files)
+
+    async def listed(self: sim_ranks.Life, directory: Path, written: Any) -> Any:
+        return await self.duties_by_index(directory), None
+
+    monkeypatch.setattr(OwnFiles, "__init__", one_for_all)
+    monkeypatch.setattr(OwnFiles, "empty", lambda self: None)
+    monkeypatch.setattr(sim_ranks.Life, "own_duties", listed)
+
+
+@method(encoder, "check_base")
+def encodes_from_whatever_it_reads(name: str, found: Any, proven: Any, file: Path) -> None:
+    pass
+
+
+@method(sim_ranks, "check_base")
+def claims_by_a_share_of_each_copy(name: str, found: Any, proven: Any, file: Path) -> None:
+    pass
+
+
+def proves_a_share_of_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the claim nor by what the encoder reads."""
+    claims_by_a_share_of_each_copy(monkeypatch)
+    encodes_from_whatever_it_reads(monkeypatch)
+
+
 WHOLE = "truth: an engine that goes on is whole"
 TRUTH = {"truth: the version that made it", "truth: nothing outlives what it may", WHOLE}
 CHAIN = {"truth: one writer, upwards", "truth: one chain", "truth: a claim changes nothing"}
 GIVEN_UP = {"truth: what was given up stays so"}
 UNABLE = "independence: who cannot write fences no writer"
+
+
+REAL = "truth: a state is real"
 PAUSE = "short pause: nothing but the copy"
 ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
 
@@ -314,6 +370,13 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         (answers_before_the_verdict, "p03", {COMES_BACK}),
         pytest.param(compares_no_weights, "anything", {COMES_BACK}, marks=SLOW),
         (builds_on_anything, "r05", {"durable: it can be reached", "scenario: r05"}),
+        (takes_what_dead_ranks_wrote, "c74", {REAL}),
+        (takes_what_a_framework_left, "c74stock", {REAL}),
+        (encodes_from_whatever_it_reads, "c75", ARRIVES | {"scenario: it goes on"}),
+        (proves_a_share_of_each_copy, "c75copies", ARRIVES | {"scenario: it goes on", "scenario: c75copies"}),
+        pytest.param(takes_what_dead_ranks_wrote, "anything", {REAL} | ARRIVES, marks=SLOW),
+        pytest.param(takes_what_a_framework_left, "anything", {REAL} | ARRIVES, marks=SLOW),
+        pytest.param(encodes_from_whatever_it_reads, "anything", ARRIVES, marks=SLOW),
         (keeps_the_base_of_a_failed_publish, "c05", ARRIVES | {"scenario: it goes on", "scenario: c05"}),
     ],
 )

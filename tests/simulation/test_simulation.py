@@ -82,6 +82,8 @@ def test_random_worlds_are_eventful() -> None:
         "is published as sparse",
         "is published as overwrite",
         "is published as full",
+        "is published by",
+        "a bit of",
     ):
         assert event in traces
 

@@ -104,8 +104,13 @@ class World:
     def publisher(self, group: Any, **changes: Any) -> GroupPublisher:
         return GroupPublisher(self.settings(**changes), group, files=FILES, store=self.store)
 
-    def learn(self) -> dict[str, Tensor]:
-        self.tensors = step(self.rng, self.tensors, 0.3)
+    def left(self) -> list[str]:
+        """What of versions lies where our own encoder works, but for empty directories."""
+        paths = (self.root / "work" / "updates").rglob("*")
+        return [str(path) for path in paths if path.is_file() or "weight_v" in path.name]
+
+    def learn(self, density: float = 0.3) -> dict[str, Tensor]:
+        self.tensors = step(self.rng, self.tensors, density)
         self.history.append(self.tensors)
         return self.tensors
 

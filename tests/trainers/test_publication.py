@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stitch_core.chain import ChainReader
+from stitch_core.delta import DeltaError
 from stitch_core.delta.directory import DeltaDirectory, write_shards
 from stitch_core.dialects import INDEX_NAME
 from stitch_core.manifest import Manifest
@@ -90,7 +92,7 @@ def test_own_encoder_publishes_the_whole_policy(world: World, size: int, encodin
     assert [m.representation.encoding for m in chain[1:]] == [encoding] * 2
     assert [(m.number, m.step) for m in chain] == [(0, None), (1, 0), (2, 1)]
     assert rebuilt(world, 2) == plain(world.history[2])
-    assert not FILES.list(world.root / "work" / "updates")
+    assert not world.left()
 
 
 def test_c06_a_resumed_trainers_weights_are_the_next_version(world: World) -> None:
@@ -220,7 +222,7 @@ def test_c18_a_store_that_is_away_is_waited_for_then_every_rank_stops(world: Wor
 
     todo = [world.learn(), world.learn()]
     done = same(on_ranks(2, train))
-    assert done == [1, "publishing weight_v000002 of run r (uploading) failed on 1 of 2 ranks; rank 0"], done
+    assert done == [1, "publishing weight_v000002 of run r (uploading) failed on 2 of 2 ranks; rank 0"], done
     back()
     assert [m.number for m in versions(world)] == [0, 1]
 
@@ -286,7 +288,7 @@ def test_a_number_that_is_not_the_runs_is_refused(world: World, tmp_path: Path) 
     [
         ("checksum_format", "adler32", "--update-weight-delta-checksum xxh3-128"),
         ("delta_encoding", "xor_sparse", "--update-weight-delta-encoding xor"),
-        (None, None, "no rank has model.safetensors.index.json"),
+        (None, None, "rank 0 has no model.safetensors.index.json"),
     ],
 )
 def test_c26_a_dialect_that_does_not_name_weights_is_refused_with_the_flag(
@@ -310,13 +312,40 @@ def test_a_shard_that_no_rank_has_is_named(world: World, tmp_path: Path) -> None
         if path.name.startswith("model-1"):
             path.unlink()
     for error in publish_stock(world, directory, 1):
-        assert "and no rank has it there" in str(error)
+        assert "model-1-00000-of-00001.safetensors" in str(error)
 
 
 def test_one_uploader_per_host() -> None:
-    shared = {"a": 1, "b": 2, "c": 3}
+    shared = {"a": 1, "b": 2, "c": 3, INDEX_NAME: 4}
+    named = frozenset({"a", "b", "c", "d", INDEX_NAME})
     # Ranks 0 and 1 share a disk, rank 2 sees the same files from another host, rank 3 has one of its own.
-    listings = [Listing("x", shared), Listing("x", shared), Listing("y", shared), Listing("z", {"d": 4})]
-    assert assign(listings) == {"a": 0, "b": 2, "c": 0, "d": 3}
-    with pytest.raises(ValueError, match="a has 1 bytes where rank 0 runs, 9 where rank 1 runs"):
-        assign([Listing("x", {"a": 1}), Listing("y", {"a": 9})])
+    listings = [Listing("x", shared, named=named), Listing("x", shared), Listing("y", shared)]
+    duties = assign([*listings, Listing("z", {"d": 4})], "v")
+    assert [duty.uploads for duty in duties] == [("a", "c", INDEX_NAME), (), ("b",), ("d",)]
+    assert not any(duty.copies or duty.strays for duty in duties)
+
+
+def test_c74_copies_that_may_differ_are_compared_and_what_no_index_names_is_looked_into() -> None:
+    files, named = {"a.safetensors": 1, "b.safetensors": 2}, frozenset({"a.safetensors", INDEX_NAME})
+    marks = {name: (i,) for i, name in enumerate(files)}
+    mine = Listing("x", {**files, INDEX_NAME: 3}, marks, named)
+    duties = assign([mine, Listing("y", files, marks), Listing("z", files, {"a.safetensors": (7,)})], "v")
+    assert [duty.uploads for duty in duties] == [("a.safetensors", INDEX_NAME), (), ()]
+    assert [duty.copies for duty in duties] == [(), ("a.safetensors",), ("a.safetensors",)]
+    # Hosts x and y share the file, which one look settles.
+    assert [duty.strays for duty in duties] == [("b.safetensors",), (), ("b.safetensors",)]
+
+
+@pytest.mark.parametrize(
+    ("listings", "names"),
+    [
+        ([Listing("x", {"a": 1, INDEX_NAME: 1}), Listing("y", {"a": 9})], ("a", "rank 0", "rank 1")),
+        ([Listing("x", {INDEX_NAME: 1}), Listing("y", {})], ("v/a",)),
+        ([Listing("x", {"a": 1})], ("rank 0", INDEX_NAME)),
+    ],
+)
+def test_what_is_not_there_or_of_two_sizes_is_named(listings: list[Listing], names: tuple[str, ...]) -> None:
+    named = frozenset({"a", INDEX_NAME}) if INDEX_NAME in listings[0].sizes else None
+    with pytest.raises(DeltaError) as caught:
+        assign([replace(listings[0], named=named), *listings[1:]], "v")
+    assert all(name in str(caught.value) for name in names)

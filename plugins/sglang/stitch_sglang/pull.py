@@ -15,7 +15,7 @@ from stitch_core.delta.directory import DeltaDirectory
 from stitch_core.delta.prove import promised_by, prove_delta
 from stitch_core.dialects import INDEX_NAME, SPARSE_SUFFIX, read_index, version_number
 from stitch_core.host_checkpoint import HostCheckpoint, RepresentationInvalid
-from stitch_core.host_data import copy_files
+from stitch_core.host_data import copy_files, files_of
 from stitch_core.lineage import Plan
 from stitch_core.manifest import Manifest, PayloadFile, Representation, extend_history
 from stitch_core.ports import FileMarks
@@ -93,9 +93,10 @@ class Puller:
         if current.number == 0:
             return True
         directory = self._directory(source, current.number)
-        return current.representation.files == self._payload(
-            directory, _weight_files(self._files.list(directory))
-        )
+        names = [file.name for file in current.representation.files]
+        if not all(self._files.exists(directory / name) for name in names):
+            return False
+        return current.representation.files == self._payload(directory, names)
 
     def _steps(self, source: Path, target: int, held: int) -> list[tuple[int, Path]]:
         """The versions to take in order: from the newest full, or from the one behind ``held``."""
@@ -123,7 +124,10 @@ class Puller:
         return directory
 
     def _take(self, number: int, source: Path, parent: Manifest) -> Manifest:
-        """One version more on the host, from a copy of its files that nobody else can change."""
+        """One version more on the host, from a copy of its files that nobody else can change.
+
+        What its index does not name is no part of it; see DeltaDirectory and Checkpoint.
+        """
         directory = self._host.root / "fetch" / directory_name(number)
         self._files.remove_tree(directory)
         self._files.make_dirs(directory)
@@ -132,15 +136,16 @@ class Puller:
         if outside:
             raise PullRefused(f"{source / outside[0]} lies outside the roots that this replica was given")
         copy_files(self._files, source, directory, names)
-        files = self._payload(directory, names)
         index = directory / INDEX_NAME
         delta = None
         if INDEX_NAME in names and read_index(self._files.read(index), str(index)).kind == "delta":
             delta = DeltaDirectory.open(directory, self._files)
             changed, state = promised_by(delta, self._host.table) or self._prove(delta)
+            files = self._payload(directory, delta.names)
             how = Representation("delta", files, parent.state, delta.index.encoding, changed)
         else:
-            state = Checkpoint.open(directory, self._files).state()
+            full = Checkpoint.open(directory, self._files)
+            state, files = full.state(), self._payload(directory, files_of(full))
             how = Representation("full", files)
         manifest = Manifest(
             parent.run, number, 1, state, how, extend_history(parent), parent.boot or parent.row(),

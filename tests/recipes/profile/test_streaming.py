@@ -39,7 +39,7 @@ def write_model(directory: Path, tensors: int, elements: int) -> None:
     for index in range(tensors):
         name = f"model.layers.{index}.mlp.gate_proj.weight"
         data = {name: Data("BF16", (elements,), normal_bf16(elements, index).data)}
-        write_file(directory / f"model-{index:05d}.safetensors", FILES, data)
+        write_file(directory / f"model-{index:05d}-of-{tensors:05d}.safetensors", FILES, data)
 
 
 def stream(base: Path, into: Path, change: changes.Change, encoding: str = "xor", **more: int) -> Streamed:
