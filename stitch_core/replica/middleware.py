@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..ports import EngineError, EngineReplaced
-from ..requests import Refused, check_text, json_object
+from ..request_ids import Abort, Name, Running, named, own_id, take_ids
+from ..requests import Refused, json_object
 from ..versions import (
     HEADER_CONSUMER,
     HEADER_EXACT,
@@ -24,7 +24,7 @@ from ..versions import (
     VersionConstraint,
     VersionError,
     malformed,
-    request_scope,
+    unavailable,
 )
 from .admission import Gate, Ticket
 from .answer import Answer
@@ -48,9 +48,6 @@ from .exchange import Exchange
 from .report import Checker
 from .routes import Kind, classify
 from .stamp import GenerateStamper, OpenAIStamper, Stamper
-
-# Ends an id that a client chose. Engines abort by prefix: without an end, "req-1" would take "req-10" along.
-ID_END = "~"
 
 # Fields of an engine's own /server_info that are nobody's business.
 SECRETS = frozenset(("api_key", "admin_api_key", "ssl_keyfile_password"))
@@ -103,7 +100,7 @@ class StitchMiddleware:
         self._cache_key = cache_key
         self._vouch = vouch
         self._name = [] if replica is None else [(HEADER_REPLICA.encode(), replica.encode())]
-        self._live: dict[str, str] = {}
+        self._running = Running()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -150,7 +147,7 @@ class StitchMiddleware:
             if kind in (Kind.GENERATE, Kind.OPENAI):
                 await self._generate(kind, scope, receive, send)
             elif kind is Kind.ABORT:
-                await self._pass_abort(scope, receive, send)
+                await self._abort_request(scope, receive, send)
             elif kind is Kind.INFO:
                 await self._info(scope, send, head)
             elif kind is Kind.HEALTH:
@@ -177,23 +174,27 @@ class StitchMiddleware:
         body = json_object(await read_body(receive, headers, self._max_body))
         try:
             constraint = VersionConstraint.parse(body.pop("weight_version", None), headers)
-            scope_text = _scope(constraint, headers.get(HEADER_CONSUMER))
         except VersionError as error:
             raise Refused(malformed(str(error))) from None
-        ids = _take_ids(body, scope_text)
-        ticket = await self._gate.admit(constraint, next(iter(ids)))
-        if isinstance(ticket, Refusal):
-            await send_refusal(send, ticket)
-            return
-        if self._cache_key:
-            _add_cache_key(body, str(ticket.admitted))
-        self._live.update({own: engine for engine, own in ids.items()})
+        _, consumer = named({}, headers)
+        names = self._running.add(take_ids(body), constraint.run, consumer)
+        rids = [name.engine for name in names]
+        body["rid"] = rids if isinstance(body["rid"], list) else rids[0]
         try:
-            await self._exchange(kind, scope, receive, send, ticket, ids, encode_json(body))
+            ticket = await self._gate.admit(constraint, rids[0])
+            if isinstance(ticket, Refusal):
+                await send_refusal(send, ticket)
+                return
+            for name in names:
+                name.run = ticket.admitted.run
+            if self._cache_key:
+                _add_cache_key(body, str(ticket.admitted))
+            try:
+                await self._exchange(kind, scope, receive, send, ticket, names, encode_json(body))
+            finally:
+                self._gate.release(ticket)
         finally:
-            self._gate.release(ticket)
-            for own in ids.values():
-                self._live.pop(own, None)
+            self._running.drop(names)
 
     async def _exchange(
         self,
@@ -202,14 +203,14 @@ class StitchMiddleware:
         receive: Receive,
         send: Send,
         ticket: Ticket,
-        ids: dict[str, str],
+        names: Sequence[Name],
         body: bytes,
     ) -> None:
         make = GenerateStamper if kind is Kind.GENERATE else OpenAIStamper
         stamper: Stamper = make(
             Checker(ticket.admitted, ticket.constraint, self._kv_across),
             lambda: self._gate.serving or ticket.admitted,
-            lambda given: _own_id(ids, given),
+            lambda given: own_id(names, given),
         )
         answer = Answer(
             send,
@@ -230,29 +231,22 @@ class StitchMiddleware:
             await answer.send(message)
 
         exchange = Exchange(
-            self._app, ticket, answer, receive=receive, body=body, request_ids=list(ids), abort=self._abort,
-            grace=self._grace, send=vouched,
+            self._app, ticket, answer, receive=receive, body=body,
+            request_ids=[name.engine for name in names], abort=self._abort, grace=self._grace, send=vouched,
         )  # fmt: skip
         with contextlib.suppress(EngineError):  # the client was told
             await exchange.run(_with_body(scope, body))
 
-    async def _pass_abort(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = json_object(await read_body(receive, header_map(scope["headers"]), self._max_body))
-        rid = body.get("rid")
-        if body.get("abort_all") or not isinstance(rid, str) or not rid:
-            message = "abort_request needs the rid of one request: abort_all would reach everybody's"
-            raise Refused(Refusal(403, "RouteBlocked", message, "never"))
-        if rid not in self._live:
-            # By the beginning of ids: not every engine can, and the gate knows them all.
-            begun = [self._abort(engine) for engine in self._live.values() if engine.startswith(rid)]
-            await asyncio.gather(*begun, return_exceptions=True)
-        data = encode_json({**body, "rid": self._live.get(rid, rid)})
-        replayed = iter([{"type": "http.request", "body": data, "more_body": False}])
-
-        async def replay() -> Any:
-            return next(replayed, None) or await receive()
-
-        await self._app(_with_body(scope, data), replay, send)
+    async def _abort_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The engine hears whole ids of its own only: it would take whatever begins with a shorter one."""
+        headers = header_map(scope["headers"])
+        abort = Abort.parse(json_object(await read_body(receive, headers, self._max_body)), headers)
+        meant = self._running.meant(abort)
+        done = await asyncio.gather(*(self._abort(engine) for engine in meant), return_exceptions=True)
+        for error in done:
+            if isinstance(error, EngineError):
+                raise Refused(unavailable(f"the engine does not abort: {error}", retry="here"))
+        await send_json(send, 200, {"requests": len(meant)})
 
     async def _info(self, scope: Scope, send: Send, head: bool) -> None:
         headers = without(scope["headers"], _DROPPED)
@@ -283,42 +277,6 @@ def _no_route(path: str, kind: Kind) -> Refusal:
         message = f"{path} would bypass the gate: weights and generation are Stitch's to control here"
         return Refusal(403, "RouteBlocked", message, "never")
     return Refusal(404, "RouteUnknown", f"{path} is not served; docs/http.md lists what is", "never")
-
-
-def _scope(constraint: VersionConstraint, consumer: str | None) -> str:
-    """What the engine's ids begin with, so that one consumer of a run can be aborted as a whole.
-
-    Empty for a request that does not name both. Raises VersionError.
-    """
-    if consumer is None:
-        return ""
-    scope = request_scope(constraint.run or "any", consumer)
-    return "" if constraint.run is None else scope
-
-
-def _take_ids(body: dict[str, Any], scope: str) -> dict[str, str]:
-    """Give the request an id if it has none. Engine's id -> client's id, for each id in the request."""
-    given = body.get("rid")
-    if given is None:
-        own = uuid.uuid4().hex
-        body["rid"] = scope + own
-        return {body["rid"]: own}
-    ids = given if isinstance(given, list) else [given]
-    if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
-        raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
-    for own in ids:
-        check_text(own, "rid")
-    named = {f"{scope}{own}{ID_END}": own for own in ids}
-    body["rid"] = list(named) if isinstance(given, list) else next(iter(named))
-    return named
-
-
-def _own_id(ids: dict[str, str], given: str) -> str:
-    """The client's id for an engine's; copies of a request have its id with something behind it."""
-    for engine, own in ids.items():
-        if given.startswith(engine):
-            return own + given[len(engine) :]
-    return given
 
 
 def _add_cache_key(body: dict[str, Any], version: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,16 @@ async def test_a_step_that_raises_fails_all_requests(
         await slow.identity()
 
 
-async def test_aborts_by_prefix_and_cancels_exactly(slow: EmbeddedEngine) -> None:
-    group = slow.generate([request("a_0"), request("a_1"), request("b")])
-    other = slow.generate([request("a_2")])
-    await slow.abort("nobody")
-    await slow.abort("a_")
-    finishes = [o.finish["type"] for o in await group.outcomes()]
-    assert finishes == ["abort", "abort", "length"]
-    assert (await other.outcomes())[0].finish["type"] == "abort"
+async def test_C82_aborts_and_cancels_exactly(slow: EmbeddedEngine) -> None:
+    """Copies and a batch end with the id that was asked for, and nothing that only begins so."""
+    group = slow.generate([replace(request(f"a_{i}"), asked="a") for i in range(2)])
+    others = slow.generate([request("a_2"), request("a~b"), request("a0"), request("b")])
+    for nobody in ("nobody", "a_", ""):
+        await slow.abort(nobody)
+    await slow.abort("a")
+    assert [o.finish["type"] for o in await group.outcomes()] == ["abort"] * 2
+    await slow.abort("a_2")
+    assert [o.finish["type"] for o in await others.outcomes()] == ["abort", *["length"] * 3]
     same = [slow.generate([request("same")]) for _ in range(2)]
     slow.cancel(same[0])
     assert (await same[0].outcomes())[0].finish["type"] == "abort"

@@ -303,7 +303,7 @@ async def test_update_without_a_pause_and_refused_updates(client: AsgiClient, ch
 
 
 async def test_pause_abort_and_abort_request(slow: AsgiClient) -> None:
-    for end in ({"path": "/abort_request", "json_body": {"rid": "ab"}},
+    for end in ({"path": "/abort_request", "json_body": {"rid": "abc"}},
                 {"path": "/abort_request", "json_body": {"abort_all": True}},
                 {"path": "/pause_generation", "json_body": {}}):  # fmt: skip
         call = slow.start("POST", "/generate", body(rid="abc", sampling_params={"max_new_tokens": 30}))

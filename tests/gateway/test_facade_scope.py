@@ -184,3 +184,33 @@ async def test_C13_a_consumer_that_cannot_be_is_refused(fleet: Fleet, replicas: 
             headers = {"X-Stitch-Consumer": consumer}
             status, value = await fleet.post({**LONG, "abort_all": True}, path, headers=headers)
             assert (status, value["error"]["type"]) == (400, "InvalidRequest")
+
+
+async def test_C39_an_abort_by_an_id_that_two_consumers_use(
+    fleet: Fleet, replicas: list[EngineReplica]
+) -> None:
+    """Only the asker's, wherever it runs or is held; what begins alike goes on (C82)."""
+    eights = {"weight_version": {"min_version": 8}}
+    mine = [asyncio.ensure_future(fleet.post({**LONG, "rid": rid})) for rid in ("q", "q-2", "q~b")]
+    theirs = asyncio.ensure_future(fleet.post({**LONG, "rid": "q"}, headers=EVAL))
+    held = [
+        asyncio.ensure_future(fleet.post({**LONG, **eights, "rid": "h"}, headers=headers))
+        for headers in ({}, EVAL)
+    ]
+    await fleet.until(lambda: len(running(replicas)) == 4 and len(fleet.gateway.dispatcher.held) == 2)
+    told = {"replicas": 2, "gateways": 0}
+    for rid in ("q-", "h~", "r~rollout~q", "r~roll"):
+        assert await fleet.post({"rid": rid}, "/abort_request") == (200, {"held": 0, **told})
+    assert await fleet.post({"rid": "h"}, "/abort_request", headers=EVAL) == (200, {"held": 1, **told})
+    assert (await held[1])[1]["error"]["type"] == "RequestAborted"
+    assert await fleet.post({"rid": "q"}, "/abort_request") == (200, {"held": 0, **told})
+    status, value = await mine[0]
+    assert (status, value["meta_info"]["id"], value["meta_info"]["finish_reason"]["type"]) == (
+        200,
+        "q",
+        "abort",
+    )
+    assert len(running(replicas)) == 3
+    assert not any(call.done() for call in (*mine[1:], theirs, held[0]))
+    for call in (*mine[1:], theirs, held[0]):
+        call.cancel()

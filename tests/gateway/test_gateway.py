@@ -24,7 +24,7 @@ async def test_answer_comes_through(fleet: Fleet) -> None:
         assert answer.headers["x-stitch-admitted-version"] == "7"
         assert answer.headers["x-stitch-run"] == "r"
         assert answer.headers["x-stitch-replica"] == server.id
-    assert server.engine.seen["rid"] == "mine~"
+    assert server.engine.seen["rid"] == "~rollout~mine~"
     assert "weight_version" not in server.engine.seen
 
 
@@ -225,17 +225,15 @@ async def test_no_live_replica_is_503(fleet: Fleet) -> None:
 
 
 async def test_held_request_is_aborted(fleet: Fleet) -> None:
-    server = fleet.add(7)
+    fleet.add(7)
     await fleet.start()
     held = asyncio.ensure_future(fleet.post({**PROMPT, "rid": "x-1", "weight_version": {"min_version": 8}}))
     await fleet.until(lambda: len(fleet.gateway.dispatcher.held) == 1)
     for body in ({}, {"rid": ""}, {"rid": "x", "abort_all": True}):
         assert (await fleet.post(body, "/abort_request"))[0] == 403
-    server.engine.body = b""
-    assert await fleet.post({"rid": "x-"}, "/abort_request") == (
-        200,
-        {"held": 1, "replicas": 1, "gateways": 0},
-    )
+    for rid, count in (("x-", 0), ("x", 0), ("x-1", 1)):
+        answer = await fleet.post({"rid": rid}, "/abort_request")
+        assert answer == (200, {"held": count, "replicas": 1, "gateways": 0})
     assert (await held)[1]["error"]["type"] == "RequestAborted"
 
 

@@ -1,6 +1,5 @@
 """Ids at engines carry run and consumer, so that a trainer's abort-all ends its own requests alone."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ HEADERS = {"x-stitch-consumer": "rollout"}
     [
         ({**MINE, "rid": "a"}, HEADERS, "r~rollout~a~", "a"),
         ({"text": "hi", "rid": "a"}, {**HEADERS, "x-stitch-run": "r"}, "r~rollout~a~", "a"),
-        ({"text": "hi", "rid": "a"}, HEADERS, "a~", "a"),
-        ({**MINE, "rid": "a"}, {}, "a~", "a"),
+        ({"text": "hi", "rid": "a"}, HEADERS, "~rollout~a~", "a"),
+        ({**MINE, "rid": "a"}, {}, "r~~a~", "a"),
+        ({"text": "hi", "rid": "a~b%"}, {}, "~~a%7Eb%25~", "a~b%"),
     ],
 )
 async def test_engine_id(body: dict[str, Any], headers: dict[str, str], seen: str, answered: str) -> None:
@@ -41,15 +41,13 @@ async def test_an_id_of_our_own_has_the_scope_too() -> None:
 async def test_an_abort_by_scope_needs_nothing_of_the_engine() -> None:
     replica = Replica()
     replica.engine.hang.clear()
-    asked = asyncio.ensure_future(replica.client.post("/generate", {**MINE, "rid": "a"}, headers=HEADERS))
+    asked = replica.client.start("POST", "/generate", {**MINE, "rid": "a"}, headers=HEADERS)
     await replica.engine.called.wait()
-    replica.engine.body = {}
     for scope, aborted in (("r~eval~", []), ("s~rollout~", []), ("r~rollout~", ["r~rollout~a~"])):
-        aborting = asyncio.ensure_future(replica.client.post("/abort_request", {"rid": scope}))
-        await asyncio.sleep(0.02)
-        aborting.cancel()
+        answer = await replica.client.post("/abort_request", {"rid": scope})
+        assert (answer.status, answer.json()) == (200, {"requests": len(aborted)})
         assert replica.aborted == aborted
-    asked.cancel()
+    await asked.finished()
 
 
 @pytest.mark.parametrize("consumer", ["", "a~b", "a b", ".a", None, 7])

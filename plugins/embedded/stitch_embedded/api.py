@@ -75,7 +75,8 @@ def parse_generate(body: Any, limits: Limits) -> Call:
     logprobs = boolean(body, "return_logprob")
     start = integer(body, "logprob_start_len", -1, -1, limits.max_len)
     top = integer(body, "top_logprobs_num", 0, 0, MAX_TOP_LOGPROBS)
-    rids = _rids(body.get("rid"), len(prompts), n)
+    given = body.get("rid")
+    rids = _rids(given, len(prompts), n)
     requests = [
         make_request(
             rids[index][copy],
@@ -86,6 +87,7 @@ def parse_generate(body: Any, limits: Limits) -> Call:
             prompt_logprobs_from=start if logprobs and start >= 0 else None,
             top_logprobs=top if logprobs else 0,
             stream=stream,
+            asked=given[index] if isinstance(given, list) else given,
         )
         for index, (prompt, param) in enumerate(zip(prompts, parsed, strict=True))
         for copy in range(n)

@@ -209,8 +209,11 @@ class EmbeddedEngine:
         await self._call(lambda s: s.resume())
 
     async def abort(self, request_id: str) -> None:
-        """End every request whose id begins with `request_id`, as SGLang does; none is fine."""
-        await self._call(lambda s: s.abort(lambda r: r.rid.startswith(request_id)))
+        """End what was asked under `request_id`, copies and a whole batch included; none is fine.
+
+        Nothing else that begins so, unlike SGLang: "req-1" leaves "req-10" alone.
+        """
+        await self._call(lambda s: s.abort(lambda r: request_id in (r.rid, r.asked)))
 
     async def probe(self) -> ProbeAnswer | None:
         """The log-probabilities of a fixed prompt, as a request like others."""

@@ -118,6 +118,7 @@ def parse_openai(body: Any, limits: Limits, *, chat: bool, model: str) -> OpenAI
                 copy=index % n,
                 top_logprobs=top,
                 stream=stream,
+                asked=rid,
             )
         )
     return OpenAICall(

@@ -41,6 +41,8 @@ class Request:
     top_logprobs: int = 0
     stream: bool = False
     """An event for every token, not only the last."""
+    asked: str | None = None
+    """The id that its client gave, which copies and the rest of a batch share."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -237,7 +237,7 @@ class Server:
         elif isinstance(body.get("rid"), str) and body["rid"]:
             await self.engine.abort(body["rid"])
         else:
-            raise BadRequest("give rid, a string that request ids begin with, or abort_all: true")
+            raise BadRequest("give rid, the id of a request, or abort_all: true")
         await asgi.send_bytes(send, 200, b"", "text/plain")
 
     async def _update(self, receive: Receive, send: Send) -> None:

@@ -18,15 +18,16 @@ from aiohttp import web
 from stitch_core.ports import Pool, Store
 from stitch_core.replica.auth import Tokens
 from stitch_core.replica.server import listen
+from stitch_core.request_ids import Abort, check_consumer
 from stitch_core.requests import Refused, json_object
-from stitch_core.versions import Refusal, VersionError, check_run_id, malformed, unavailable
+from stitch_core.versions import VersionError, check_run_id, unavailable
 
 from .attempt import FAILURES, Attempt, TooLarge, whole
 from .auth import GatewayGuard
 from .call import parse_call
 from .connection import Runner
 from .consumer_rules import RulesView
-from .consumers import Consumers, Scope, check_consumer
+from .consumers import Consumers, Scope
 from .dispatch import Dispatcher
 from .facade import Facade
 from .fleet import MOST_STATUS, Fleet
@@ -178,19 +179,13 @@ class Gateway:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = json_object(await read_body(request))
-        rid, everybody = body.get("rid"), body.get("abort_all")
-        if everybody is not None and not isinstance(everybody, bool):
-            # What is merely not false, "false" for one, must not end a consumer's whole step.
-            raise Refused(malformed(f"abort_all must be true or false, not {str(everybody)[:80]!r}"))
+        everybody = body.get("abort_all") is True
         if HEADER_FORWARDED in request.headers and everybody:
             return await self._abort_forwarded(body)
-        if self.facade and everybody and not rid:
+        if self.facade and everybody and not body.get("rid"):
             return await self.facade.abort_all(request)
-        if everybody or not isinstance(rid, str) or not rid:
-            message = "abort_request needs the rid of one request: abort_all would reach everybody's"
-            raise Refused(Refusal(403, "RouteBlocked", message, "never"))
-        held = self.dispatcher.abort(rid)
-        told = {"rid": rid}
+        abort = self.consumers.abort(Abort.parse(body, request.headers))
+        held, told = self.dispatcher.abort(abort), abort.body()
         reached, gateways = await asyncio.gather(
             self.reach.everyone("/abort_request", told),
             self.reach.other_gateways("/abort_request", told, request.headers),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stitch_core.replica.middleware import ID_END
-from stitch_core.requests import Refused, check_text, json_object
+from stitch_core.request_ids import Abort, take_ids
+from stitch_core.requests import Refused, json_object
 from stitch_core.versions import HEADER_CONSUMER, VersionConstraint, VersionError, malformed
 
 from .consumers import Consumers, Scope
@@ -46,7 +45,8 @@ _DROPPED = frozenset(
 
 @dataclass(eq=False)
 class Call:
-    """``constraint`` travels in the body, ``scope`` is whose it is, ``deadline`` when holding it ends.
+    """``constraint`` travels in the body, ``scope`` is whose it is (None: ``consumer``'s of a run that is not
+    known), ``deadline`` when holding it ends.
 
     ``aborted`` is set when the request is given up; ``with_scope`` says that its whole scope was.
     ``replica`` is where it runs now. ``session`` and ``group`` are whose keys and values it shares;
@@ -61,6 +61,7 @@ class Call:
     ids: tuple[str, ...]
     scope: Scope | None
     deadline: float
+    consumer: str = ""
     session: str | None = None
     group: str | None = None
     sequences: int = 1
@@ -69,11 +70,9 @@ class Call:
     with_scope: bool = False
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def engine_ids(self) -> tuple[str, ...]:
-        """What engines call it: ids that only this request's begin with."""
-        prefix = self.scope.prefix if self.scope else ""
-        return tuple(f"{prefix}{own}{ID_END}" for own in self.ids)
+    def meant_by(self, abort: Abort) -> bool:
+        """Whether that abort is of this request, or of one in its batch."""
+        return any(abort.means(own, self.constraint.run, self.consumer) for own in self.ids)
 
     @property
     def key(self) -> bytes | None:
@@ -96,33 +95,19 @@ async def parse_call(
     except VersionError as error:
         raise Refused(malformed(str(error))) from None
     constraint = await consumers.demand(given, headers, hold)
-    scope = consumers.scope(headers, constraint.run)
+    consumer, scope = consumers.consumer(headers), consumers.scope(headers, constraint.run)
     if constraint:
         value["weight_version"] = constraint.fields()
-    ids = _ids(value)
+    ids = take_ids(value)
     kept = {name: text for name, text in headers.items() if name not in _DROPPED}
     kept["accept-encoding"] = "identity"
-    if scope is not None:
-        kept[HEADER_CONSUMER] = scope.consumer
+    kept[HEADER_CONSUMER] = consumer
     session = _first(headers, SESSION_HEADERS) or _session_of(value)
     return Call(
-        path, kept, json.dumps(value).encode(), constraint, ids, scope, deadline,
+        path, kept, json.dumps(value).encode(), constraint, ids, scope, deadline, consumer,
         session=session, group=headers.get(HEADER_GROUP) or None, sequences=_sequences(path, value),
         repeatable=not value.get("session_params"),
     )  # fmt: skip
-
-
-def _ids(value: dict[str, Any]) -> tuple[str, ...]:
-    """The request's ids; it gets one if it has none: an abort must find it wherever it runs."""
-    rid = value.get("rid")
-    if rid is None:
-        rid = value["rid"] = uuid.uuid4().hex
-    ids = tuple(rid) if isinstance(rid, list) else (rid,)
-    if not ids or not all(isinstance(own, str) and own for own in ids) or len(set(ids)) != len(ids):
-        raise Refused(malformed("rid must be a non-empty string, or a list of different ones"))
-    for own in ids:
-        check_text(own, "rid")
-    return ids
 
 
 def _first(headers: Mapping[str, str], names: Iterable[str]) -> str | None:

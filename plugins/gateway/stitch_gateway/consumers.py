@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stitch_core.request_ids import Abort
 from stitch_core.requests import Refused
 from stitch_core.versions import (
     HEADER_CONSUMER,
@@ -51,14 +52,22 @@ class Consumers:
         """The head of the gateway's own run."""
         return None if self.heads is None or self.run is None else self.heads.of(self.run)
 
+    def consumer(self, headers: Mapping[str, str]) -> str:
+        """The consumer whose request it is."""
+        return headers.get(HEADER_CONSUMER, self.default)
+
     def scope(self, headers: Mapping[str, str], run: str | None = None) -> Scope | None:
         """Whose request it is; None where no run is known. ``headers`` ignore case. Raises Refused (400)."""
-        run, consumer = run or headers.get(HEADER_RUN, self.run), headers.get(HEADER_CONSUMER, self.default)
+        run, consumer = run or headers.get(HEADER_RUN, self.run), self.consumer(headers)
         try:
             request_scope("any" if run is None else run, consumer)
         except VersionError as error:
             raise Refused(malformed(str(error))) from None
         return None if run is None else Scope(run, consumer)
+
+    def abort(self, given: Abort) -> Abort:
+        """With the run and the consumer of who names none: those that its requests have, too."""
+        return Abort(given.rid, given.run or self.run, given.consumer or self.default)
 
     async def demand(
         self, given: VersionConstraint, headers: Mapping[str, str], patience: float
@@ -70,7 +79,7 @@ class Consumers:
         """
         if (given.min_version, given.exact_version) != (None, None):
             return VersionConstraint(given.min_version, given.exact_version, given.run or self.run)
-        consumer = headers.get(HEADER_CONSUMER, self.default)
+        consumer = self.consumer(headers)
         rule = await self._rule(consumer, given.run, patience)
         run = given.run or rule.run or self.run
         if rule.lag is None or self.heads is None:
@@ -97,9 +106,3 @@ class Consumers:
         if rule is None and consumer == self.default and self.lag is not None:
             rule = Rule(lag=self.lag, run=self.run)
         return rule if rule is not None and run in (None, rule.run or run) else Rule()
-
-
-def check_consumer(name: str) -> str:
-    """``name`` if it can be a consumer's; raises VersionError."""
-    request_scope("run", name)
-    return name

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from stitch_core.request_ids import Abort
 from stitch_core.requests import Refused
 from stitch_core.versions import Refusal, VersionConstraint, gone, not_ready, unavailable
 
@@ -90,9 +91,9 @@ class Dispatcher:
             if failures >= self.attempts:
                 raise Refused(unavailable(f"{failures} replicas failed, the last one with: {result.reason}"))
 
-    def abort(self, prefix: str) -> int:
-        """Give up what is held under ids that start with ``prefix``; how many."""
-        hit = [c for c in self.held if any(own.startswith(prefix) for own in (*c.ids, *c.engine_ids))]
+    def abort(self, abort: Abort) -> int:
+        """Give up what is held of the requests that ``abort`` means; how many."""
+        hit = [call for call in self.held if call.meant_by(abort)]
         for call in hit:
             call.aborted.set()
         self._changed(None)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from stitch_core.request_ids import Abort
 from stitch_core.requests import Refused, json_object
 from stitch_core.versions import Refusal, is_number, malformed, not_ready, shown, unavailable
 
@@ -257,8 +258,12 @@ class Facade:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_CHASE)
             calls = calls & self._dispatcher.calls
-            late = [(c.replica, own) for c in calls if c.replica is not None for own in c.engine_ids]
-            posts = (self._reach.one(r.url, "/abort_request", {"rid": own}, r.headers) for r, own in late)
+            late = [(call.replica, call, own) for call in calls if call.replica for own in call.ids]
+            bodies = [Abort(own, call.constraint.run, call.consumer).body() for _, call, own in late]
+            posts = (
+                self._reach.one(replica.url, "/abort_request", body, replica.headers)
+                for (replica, *_), body in zip(late, bodies, strict=True)
+            )
             await asyncio.gather(*posts)
 
     def _start(self, work: Any) -> None:

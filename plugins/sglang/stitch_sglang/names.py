@@ -18,7 +18,10 @@ def around_regenerate_rid(original: Any, request: Any) -> Any:
 
 
 def around_abort_request(original: Any, manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """TokenizerManager.abort_request: the request of that id, else all whose id begins so."""
+    """TokenizerManager.abort_request: the request of that id, else its copies, whose ids begin so.
+
+    No other's does: see stitch_core.request_ids.
+    """
     if abort_all or not rid or rid in manager.rid_to_state:
         original(manager, rid=rid, abort_all=abort_all)
         return
