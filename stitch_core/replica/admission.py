@@ -55,12 +55,13 @@ class Gate:
         self._clock = clock
         self._hold = hold
         self._open = asyncio.Event()
-        self._answering = asyncio.Event()
-        self._answering.set()
+        self._may_answer = asyncio.Event()
+        self._may_answer.set()
         self._leaving = False
         self._stopping = False
         self._why_closed = "this replica is booting"
         self._tickets: dict[Ticket, None] = {}  # in the order of admission
+        self._answering: set[Ticket] = set()
         self._changed = asyncio.Event()
         self._runs: list[str] = []
         self._channel_run: str | None = None
@@ -71,8 +72,13 @@ class Gate:
 
     @property
     def active(self) -> int:
-        """Requests that are running."""
+        """Requests that the engine runs."""
         return len(self._tickets)
+
+    @property
+    def running(self) -> list[Ticket]:
+        """They themselves, in the order of admission."""
+        return list(self._tickets)
 
     @property
     def ready(self) -> bool:
@@ -97,14 +103,18 @@ class Gate:
         self._tickets[ticket] = None
         return ticket
 
-    def release(self, ticket: Ticket) -> None:
-        """The request has ended, however."""
+    def release(self, ticket: Ticket, *, answering: bool = False) -> None:
+        """The request has ended, however; ``answering``: for the engine, its client has not read all yet."""
         self._tickets.pop(ticket, None)
+        if answering:
+            self._answering.add(ticket)
+        else:
+            self._answering.discard(ticket)
         self._notify()
 
     async def answering(self) -> None:
         """Return once answers may go out: not while weights that came back are being compared."""
-        await self._answering.wait()
+        await self._may_answer.wait()
 
     async def _pass(self, constraint: VersionConstraint) -> Refusal | None:
         deadline = self._clock.monotonic() + self._hold
@@ -175,7 +185,7 @@ class Gate:
         self._why_closed = why
         self._open.clear()
         if hold_answers:
-            self._answering.clear()
+            self._may_answer.clear()
 
     def open(self, version: PolicyVersion) -> None:
         """Serve ``version`` from now on."""
@@ -184,7 +194,7 @@ class Gate:
             self._runs.append(version.run)
         self._leaving = False
         self._open.set()
-        self._answering.set()
+        self._may_answer.set()
         self._notify()
 
     def forget(self, why: str) -> None:
@@ -193,7 +203,7 @@ class Gate:
         self.serving = None
         for ticket in self._tickets:
             _revoke(ticket, unavailable(why))
-        self._answering.set()
+        self._may_answer.set()
         self._notify()
 
     def fail(self, why: str) -> None:
@@ -222,6 +232,12 @@ class Gate:
                 return left
             await self._change(remaining)
         return []
+
+    async def empty(self, deadline: float) -> None:
+        """As ``drain`` of all requests, and then until clients have read their answers, or ``deadline``."""
+        await self.drain(deadline, pins_only=False)
+        while self._answering and (remaining := deadline - self._clock.monotonic()) > 0:
+            await self._change(remaining)
 
     async def wait_gone(self, tickets: list[Ticket], seconds: float) -> bool:
         """Whether all of ``tickets`` were released within ``seconds``."""

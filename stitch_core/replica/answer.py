@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from ..versions import HEADER_ADMITTED, HEADER_RUN, Refusal, unavailable
 from . import sse
 from .admission import Ticket
-from .asgi import Headers, Message, Send, encode_json, header_map, send_refusal, without
+from .asgi import Headers, Message, encode_json, header_map, send_refusal, without
+from .outbox import Outbox
 from .report import Unreported, WrongReport
 from .stamp import Stamper
 
@@ -23,14 +24,14 @@ def unreported(message: str) -> Refusal:
 
 
 class Answer:
-    """The only writer to the client. Nothing but a checked answer goes out as a success, and no revoked one.
+    """All that a client gets. Nothing but a checked answer goes out as a success, and no revoked one.
 
     Answers that are no success (errors of the engine) pass untouched.
     """
 
     def __init__(
         self,
-        send: Send,
+        outbox: Outbox,
         ticket: Ticket,
         stamper: Stamper,
         *,
@@ -38,13 +39,14 @@ class Answer:
         mismatch: Callable[[str], None],
         answering: Callable[[], Awaitable[None]],
     ) -> None:
-        """``release`` is called as soon as the engine has nothing more to do for this request.
+        """``release`` is called as soon as the engine has nothing more to do for this request, whatever the
+        client has read of it.
 
         ``answering`` returns once answers may go out (``Gate.answering``).
         """
         self.started = False
         self.complete = False
-        self._send = send
+        self._outbox, self._send = outbox, outbox.put
         self._ticket = ticket
         self._stamper = stamper
         self._release = release
@@ -73,6 +75,8 @@ class Answer:
                     await self._refuse(self._ticket.revoked)
                 else:
                     await self._handle(message.get("body", b""), last)
+        if not self.complete:
+            await self._outbox.wait()
 
     async def give_up(self, refusal: Refusal) -> None:
         """End the answer now; what the engine app still sends is dropped."""

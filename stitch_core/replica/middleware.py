@@ -45,6 +45,7 @@ from .asgi import (
     without,
 )
 from .exchange import Exchange
+from .outbox import STALL_SECONDS, Kept, Outbox
 from .report import Checker
 from .routes import Kind, classify
 from .stamp import GenerateStamper, OpenAIStamper, Stamper
@@ -73,6 +74,7 @@ class StitchMiddleware:
         abort: Callable[[str], Awaitable[None]],
         max_body: int = 64 << 20,
         grace: float = 2.0,
+        stall: float = STALL_SECONDS,
         kv_across: str = "mixed",
         cache_key: bool = False,
         vouch: Callable[[], Awaitable[None]] | None = None,
@@ -81,8 +83,9 @@ class StitchMiddleware:
         """``status``, ``wake`` and ``mismatch`` are the reconciler's, ``abort`` the engine's.
 
         ``max_body``: bytes of a request body. ``grace``: seconds that the engine app gets at each step to
-        end a request. ``kv_across``: what "kv" says where the engine does not. ``cache_key``: give each
-        request an ``extra_key`` of its version, for an engine whose prefix cache outlives an activation.
+        end a request. ``stall``: seconds for which a client may take nothing of its answer. ``kv_across``:
+        what "kv" says where the engine does not. ``cache_key``: give each request an ``extra_key`` of its
+        version, for an engine whose prefix cache outlives an activation.
         ``vouch``, for an engine that others may restart: returns once it is sure that what the app has just
         begun to answer comes from the instance that ``Engine.identity`` told of last. Raises EngineReplaced
         if it does not, EngineError if that cannot be known; then nothing of it is handed out.
@@ -96,6 +99,7 @@ class StitchMiddleware:
         self._abort = abort
         self._max_body = max_body
         self._grace = grace
+        self._stall, self._kept = stall, Kept()
         self._kv_across = kv_across
         self._cache_key = cache_key
         self._vouch = vouch
@@ -212,11 +216,17 @@ class StitchMiddleware:
             lambda: self._gate.serving or ticket.admitted,
             lambda given: own_id(names, given),
         )
+
+        def release() -> None:
+            self._gate.release(ticket, answering=True)
+            self._running.drop(names)
+
+        outbox = Outbox(send, self._kept, self._stall)
         answer = Answer(
-            send,
+            outbox,
             ticket,
             stamper,
-            release=lambda: self._gate.release(ticket),
+            release=release,
             mismatch=self._mismatch,
             answering=self._gate.answering,
         )
@@ -231,8 +241,9 @@ class StitchMiddleware:
             await answer.send(message)
 
         exchange = Exchange(
-            self._app, ticket, answer, receive=receive, body=body,
-            request_ids=[name.engine for name in names], abort=self._abort, grace=self._grace, send=vouched,
+            self._app, ticket, answer, outbox, receive=receive, body=body,
+            request_ids=[name.engine for name in names], abort=self._abort, release=release,
+            grace=self._grace, send=vouched,
         )  # fmt: skip
         with contextlib.suppress(EngineError):  # the client was told
             await exchange.run(_with_body(scope, body))

@@ -6,15 +6,44 @@ import asyncio
 import contextlib
 import errno
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from ..stores.probe import error_text
 from ..versions import Refusal, malformed
 from .asgi import App, encode_json
+from .outbox import STALL_SECONDS
 
 BACKLOG = 2048
 # Seconds in which a client must have sent a request's head: of its first, or once it has begun another.
 HEAD_SECONDS = 30.0
+
+
+class StallWatch:
+    """Calls ``cut`` once a client has taken nothing for ``seconds`` of what its connection holds for it."""
+
+    def __init__(self, seconds: float, cut: Callable[[], None]) -> None:
+        self.seconds, self._cut = seconds, cut
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, transport: asyncio.WriteTransport) -> None:
+        """The client does not keep up; call ``stop`` when it does, or is gone."""
+        self.stop()
+        self._look(transport, None)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, transport: asyncio.WriteTransport, before: int | None) -> None:
+        held = transport.get_write_buffer_size()
+        if before is not None and held >= before:
+            self._timer = None
+            self._cut()
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.seconds, self._look, transport, held)
 
 
 class PortInUse(OSError):
@@ -81,14 +110,25 @@ async def serve(app: App, listener: socket.socket, end: asyncio.Event, *, grace:
 
 
 def _hurried(protocol: type[Any]) -> type[Any]:
-    """uvicorn's ``protocol`` with a deadline for heads, and what is no HTTP refused in the one envelope."""
+    """uvicorn's ``protocol`` with deadlines for heads and for clients that take nothing of their answers, and
+    what is no HTTP refused in the one envelope.
+    """
 
     class Hurried(protocol):
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            self._stall = StallWatch(STALL_SECONDS, transport.abort)
             self._wait_for_head()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stall.start(self.transport)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stall.stop()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -99,6 +139,7 @@ def _hurried(protocol: type[Any]) -> type[Any]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._stall.stop()
             super().connection_lost(exc)
 
         def _awaits_head(self) -> bool:

@@ -107,7 +107,7 @@ async def live(
         if announcer is not None:
             await announcer.withdraw()
         if not loop.done():
-            await gate.drain(clock.monotonic() + drain, pins_only=False)
+            await gate.empty(clock.monotonic() + drain)
     finally:
         end_server.set()
         for task in (loop, announcing, stopping):

@@ -24,6 +24,8 @@ class Call:
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._gone = False
+        self._reads = asyncio.Event()
+        self._reads.set()
         self._changed = asyncio.Event()
         self._task = asyncio.ensure_future(app(scope, self._receive, self._send))
         self._task.add_done_callback(lambda task: self._changed.set())
@@ -31,7 +33,15 @@ class Call:
     def disconnect(self) -> None:
         """The client leaves."""
         self._gone = True
+        self._reads.set()
         self._incoming.put_nowait({"type": "http.disconnect"})
+
+    def stop_reading(self) -> None:
+        """Take no more of the answer until ``read_on``: who sends any waits, as behind a full socket."""
+        self._reads.clear()
+
+    def read_on(self) -> None:
+        self._reads.set()
 
     async def finished(self, timeout: float = 60.0) -> Call:
         """Wait until the app has returned; raises what it raised."""
@@ -69,6 +79,7 @@ class Call:
         return await self._incoming.get()
 
     async def _send(self, message: Message) -> None:
+        await self._reads.wait()
         if self._gone:
             return
         if message["type"] == "http.response.start":

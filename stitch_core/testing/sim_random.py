@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..head import Channel, channel_key
 from ..replica.reconciler import Follow
 from ..versions import VersionConstraint
+from .sim_http import Client
 from .sim_jobs import SimulatedCompactor
 from .sim_operator import SimulatedOperator
 from .sim_ranks import SimulatedRanks
@@ -167,14 +168,20 @@ async def traffic(
 
 
 async def request(world: World, replica: SimulatedReplica, request_id: str) -> None:
-    """One request with a random demand; some clients leave before they are answered."""
+    """One request with a random demand; some clients leave before they are answered, some stop reading."""
     random = world.random
-    leave = asyncio.Event()
+    client = Client()
     if random.random() < 0.15:
-        world.loop.call_later(random.uniform(0, 10), leave.set)
+        world.loop.call_later(random.uniform(0, 10), client.leave)
+    elif random.random() < 0.2:
+        stop = random.uniform(0, 20)
+        world.loop.call_later(stop, client.reads.clear)
+        world.loop.call_later(stop + random.choice((5, 50, 500)), client.reads.set)
     constraint, tokens = demand(world), random.choice((1, 4, 20, 60))
     began, healthy = world.loop.time(), replica.health
-    response = await replica.ask(request_id, constraint, tokens=tokens, leave=leave)
+    response = await replica.ask(
+        request_id, constraint, tokens=tokens, stream=random.random() < 0.5, client=client
+    )
     took = world.loop.time() - began
     # The gate holds for 10 s at most, a pause may come between any two tokens, and a process may stall.
     if took > 60 * world.timing.token + 900 + world.faults.plan.stall:

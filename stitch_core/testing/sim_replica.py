@@ -16,10 +16,14 @@ from ..replica.reconciler import Follow, Reconciler
 from ..replica.staging import WrongBase
 from ..versions import VersionConstraint
 from .fake_engine import state_logprobs
+from .loop import OUTSIDE
 from .process import SimulatedProcess
 from .sim_engine import SimulatedEngine, SimulatedEngineClient
-from .sim_http import Response, call, engine_app
+from .sim_http import Client, Response, call, engine_app
 from .sim_world import BOOT, DISK, RAM, World
+
+SOON = 10.0
+"""Seconds in which the gate lets go of what the engine has done with."""
 
 
 class SimulatedReplica:
@@ -133,8 +137,9 @@ class SimulatedReplica:
         )  # fmt: skip
         gate.on_refused = reconciler.wake
         reconciler.on_update = self._updated
+        engine_http = engine_app(self.engine, lambda own: self._ended(process, gate, own))
         self.app = StitchMiddleware(
-            engine_app(self.engine), gate, status=reconciler.status, wake=reconciler.wake,
+            engine_http, gate, status=reconciler.status, wake=reconciler.wake,
             mismatch=self._mismatch, abort=engine.abort,
             kv_across="uniform" if self.kv_mode == "retract" else "mixed",
             vouch=None if self.together else engine.vouch,
@@ -142,6 +147,22 @@ class SimulatedReplica:
         if self.together:
             self.engine.process.on_death.append(process.kill)
         return process
+
+    def _ended(self, process: SimulatedProcess, gate: Gate, request_id: str) -> None:
+        """The engine has done with a request: soon the gate has, too, whatever its client does."""
+        loop = self.world.loop
+        tickets = [ticket for ticket in gate.running if ticket.request_id == request_id]
+
+        def check(asked: float) -> None:
+            if process.dead or not any(ticket in gate.running for ticket in tickets):
+                return
+            if process.stalled_until > asked:  # it could not do anything meanwhile
+                loop.call_later(SOON, check, loop.time(), context=OUTSIDE)
+                return
+            rule = "short pause: the gate waits for engines only"
+            self.world.judge.broken(rule, f"{process.name} {request_id}")
+
+        loop.call_later(SOON, check, loop.time(), context=OUTSIDE)
 
     def _updated(self) -> None:
         assert self.gate is not None
@@ -162,7 +183,8 @@ class SimulatedReplica:
         constraint: VersionConstraint,
         *,
         tokens: int,
-        leave: asyncio.Event | None = None,
+        stream: bool = False,
+        client: Client | None = None,
     ) -> Response | None:
         """One request over the network; None if the connection broke or the client left."""
         process, app = self.process, self.app
@@ -173,9 +195,10 @@ class SimulatedReplica:
             "rid": request_id,
             "prompt": 3,
             "max_new_tokens": tokens,
+            "stream": stream,
             "weight_version": constraint.fields(),
         }
-        answer = process.spawn(call(app, "POST", "/generate", body, leave=leave))
+        answer = process.spawn(call(app, "POST", "/generate", body, client=client))
         ended = asyncio.ensure_future(process.ended.wait())
         await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()

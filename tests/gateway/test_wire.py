@@ -240,6 +240,7 @@ async def test_one_that_speaks_http_1_0_is_taken_to_have_left(fleet: Fleet) -> N
 async def test_a_client_that_takes_nothing_is_cut_and_its_generation_ends(fleet: Fleet) -> None:
     server = fleet.add()
     server.engine.pieces = [b"data: " + b"x" * (1 << 20) + b"\n\n"] * 40
+    server.engine.hang.clear()
     await fleet.start(stall=0.3)
     reader, writer = await connect(fleet)
     writer.write(post(json.dumps({**PROMPT, "stream": True}).encode()))

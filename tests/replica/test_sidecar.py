@@ -238,13 +238,31 @@ async def test_C20_deaf_server_is_told_by_abort(sidecar: Sidecar) -> None:
         "POST", "/generate", {"text": "x", "rid": "req-10", "sampling_params": {"max_new_tokens": 10**6}}
     )
     await until(lambda: len(sidecar.fake.requests) == 2)
-    await sidecar.engine.abort("req-1~")
+    await sidecar.engine.abort("~~req-1~")
     await until(lambda: len(sidecar.fake.requests) == 1)
     await one.finished()
     assert one.json()["meta_info"]["finish_reason"]["type"] == "abort"
     await sidecar.last_tokens()
     await other.finished()
     assert other.json()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_C83_a_drain_waits_for_the_server_and_not_for_a_client_that_reads_nothing(
+    sidecar: Sidecar,
+) -> None:
+    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 50}}
+    call = sidecar.client.start(
+        "POST", "/generate", {**body, "weight_version": {"exact_version": 0, "run": "r"}}
+    )
+    call.stop_reading()
+    await until(lambda: sidecar.gate.active == 1)
+    async with asyncio.timeout(60):
+        assert await sidecar.gate.drain(SystemClock().monotonic() + 3600, pins_only=True) == []
+    assert (sidecar.fake.requests, call.body) == ([], b"")
+    call.read_on()
+    await call.finished()
+    *_, final, done = call.events()
+    assert (len(final["output_ids"]), final["meta_info"]["weight_version"], done) == (50, "0", "[DONE]")
 
 
 async def test_C22_restarted_server_is_found_out(sidecar: Sidecar, checkpoints: tuple[Path, ...]) -> None:

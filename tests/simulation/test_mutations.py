@@ -22,6 +22,7 @@ from stitch_core.publisher import Publisher
 from stitch_core.replica import activation
 from stitch_core.replica.activation import Activator
 from stitch_core.replica.admission import Gate
+from stitch_core.replica.outbox import Outbox
 from stitch_core.replica.probe import Probe
 from stitch_core.replica.reconciler import Reconciler
 from stitch_core.replica.report import Checker
@@ -96,6 +97,15 @@ def prepares_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SimulatedEngineClient, "prepare", nothing_yet)
     monkeypatch.setattr(SimulatedEngineClient, "activate", all_at_once)
+
+
+def lets_the_engine_wait_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain then waits for whoever stopped to read."""
+
+    async def straight(self: Outbox, message: Any) -> None:
+        await self._send(message)
+
+    monkeypatch.setattr(Outbox, "put", straight)
 
 
 @method(Gate, "drain")
@@ -325,6 +335,7 @@ UNABLE = "independence: who cannot write fences no writer"
 
 REAL = "truth: a state is real"
 PAUSE = "short pause: nothing but the copy"
+WAITS = "short pause: the gate waits for engines only"
 ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
 
 
@@ -341,6 +352,7 @@ ARRIVES = {"convergence: every live replica arrives", "convergence: it answers"}
         pytest.param(goes_on_after_half_a_copy, "anything", TRUTH, marks=SLOW),
         (never_resumes, "anything", ARRIVES | {PAUSE}),
         (prepares_in_the_pause, "anything", {PAUSE}),
+        (lets_the_engine_wait_for_clients, "anything", {WAITS}),
         (never_drains, "c03", TRUTH),
         pytest.param(never_drains, "c21", TRUTH, marks=SLOW),
         (claims_the_admitted_version, "anything", TRUTH),

@@ -12,6 +12,7 @@ from aiohttp.http import HttpVersion10
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from stitch_core.replica.server import StallWatch
 from stitch_core.versions import Refusal, malformed
 
 # What any HTTP/1.1 client skips: an answer before the answer; in a stream of events a chunk with a comment.
@@ -29,14 +30,13 @@ HEAD_SECONDS = 30.0
 class Connection(RequestHandler):
     """One client. ``streams``: its answer is a stream of whole events, each a chunk."""
 
-    __slots__ = ("_head", "_last", "_stall", "_stalled", "streams")
+    __slots__ = ("_head", "_last", "_stall", "streams")
 
     def __init__(self, manager: web.Server, *, stall: float, **options: Any) -> None:
         """``stall``: seconds for which a client may take nothing of an answer before it is cut."""
         super().__init__(manager, **options)
         self.streams = False
-        self._stall = stall
-        self._stalled: asyncio.TimerHandle | None = None
+        self._stall = StallWatch(stall, self._cut)
         self._head: asyncio.TimerHandle | None = None
         self._last: Any = None
 
@@ -71,25 +71,21 @@ class Connection(RequestHandler):
     def pause_writing(self) -> None:
         """The client does not keep up; as long as it does not, its request keeps a replica busy."""
         super().pause_writing()
-        self._stalled = self._loop.call_later(self._stall, self._cut)
+        if self.transport is not None:
+            self._stall.start(self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_stall()
+        self._stall.stop()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._forget_stall()
+        self._stall.stop()
         self._forget_head()
         super().connection_lost(exc)
 
-    def _forget_stall(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
     def _cut(self) -> None:
         if self.transport is not None:
-            self.logger.info("a client took nothing of its answer for %g s", self._stall)
+            self.logger.info("a client took nothing of its answer for %g s", self._stall.seconds)
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]

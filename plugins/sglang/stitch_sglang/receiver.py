@@ -154,7 +154,7 @@ class Receiver:
             self.gate.stop()
             if failing.done():
                 raise failing.result()
-            await self.gate.drain(self._clock.monotonic() + self._settings.drain, pins_only=False)
+            await self.gate.empty(self._clock.monotonic() + self._settings.drain)
         finally:
             self._activator.close()
             for task in (choosing, boot, stopping, failing):
