@@ -24,6 +24,8 @@ import torch
 
 from stitch_core.policy_publisher import PolicyPublisher
 from stitch_core.safetensors import Tensor
+from stitch_core.state import state_digest
+from stitch_core.testing.checkpoints import table_of
 from stitch_embedded.config import ModelConfig
 from tests.embedded.models import config_json, nudged, random_tensors, save
 
@@ -195,6 +197,7 @@ class Trainer:
             fleet.store_url, run, fleet.boot, fleet.root / f"deltas-{run}", producer={"test": "fleet"}
         )
         self._tensors, self._config = fleet.tensors, fleet.config
+        self.state = ""  # of the last version that it published
         self._seeds = random.Random(seed)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -214,6 +217,7 @@ class Trainer:
             name: Tensor("BF16", tuple(t.shape), t.view(torch.uint8).numpy().data)
             for name, t in self._tensors.items()
         }
+        self.state = state_digest(table_of(tensors))
         self._publisher.publish(tensors).result(PATIENCE)
 
     def start(self, every: float = 0.4) -> None:

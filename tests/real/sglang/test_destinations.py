@@ -14,9 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from stitch_core.state import state_digest
+from stitch_core.testing.checkpoints import table_of
+
 from . import joining, profiling
 from . import test_follower as from_disk
-from .checkpoints import random_weights
+from .checkpoints import random_weights, to_publish
 from .world import World, faults
 
 pytestmark = pytest.mark.real
@@ -157,10 +160,10 @@ async def test_a_state_that_comes_back_is_compared_and_one_live_tensor_that_is_a
     world: World,
 ) -> None:
     """The damage is done after the copy, which is confirmed: only the probe tells, and the server ends."""
-    states = (await world.status_until(lambda status: status["ready"]))["probe"]["states"]
-    for seed, count in ((21, states + 1), (22, states + 2)):
+    for seed in (21, 22):
+        state = state_digest(table_of(to_publish(random_weights(seed))))
         await world.serves(world.publish(seed))
-        await world.status_until(lambda status, count=count: status["probe"]["states"] == count)
+        await world.status_until(lambda status, state=state: status["probe"]["last"]["state"] == state)
     await world.serves(world.publish(21))
     probe = (await said(world))["probe"]
     assert (probe["able"], probe["last"]["outcome"], probe["noise"]) == (True, "same", 0.0)
