@@ -399,10 +399,25 @@ class ProbeAnswer:
     signature: str
 
 
+@dataclass(frozen=True)
+class EngineBounds:
+    """Seconds within which an engine's calls end whatever happens: more than all that they wait for inside.
+
+    ``call``: ``identity``, ``pause``, ``resume`` and ``abort``, each. ``prepare`` None: it may take as long
+    as it gets on, and ends by itself with EngineError if it does not.
+    """
+
+    call: float
+    activate: float
+    prepare: float | None
+
+
 class Engine(Protocol):
     """One inference engine, driven by one reconciler. The label is opaque to the engine.
 
-    Between ``pause`` and ``resume`` the engine generates nothing. ``prepare`` runs while it serves.
+    Between ``pause`` and ``resume`` the engine generates nothing. ``prepare`` runs while it serves. An engine
+    that knows how long its calls take at most says so in an attribute ``bounds``, an EngineBounds; calls of
+    one without are given up after what ``ActivationSettings`` say.
     """
 
     async def identity(self) -> EngineIdentity:

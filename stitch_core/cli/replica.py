@@ -25,6 +25,7 @@ from ..replica.engines import OpenedEngine, open_engine
 from ..replica.fetching import FETCH_THREADS, Fetcher
 from ..replica.metering import Metered, ReplicaMetrics
 from ..replica.middleware import StitchMiddleware
+from ..replica.outbox import STALL_SECONDS
 from ..replica.probe import Probe
 from ..replica.reconciler import Follow, Reconciler
 from ..replica.server import listen, serve
@@ -81,7 +82,8 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--engine-opt", action="append", default=[], metavar="KEY=VALUE",
-        help="an engine option, of a server control_timeout=S (30) or update_timeout=S (540); repeatable",
+        help="an engine option, of a server control_timeout=S (30) or update_timeout=S (540), its load of a "
+        "version in the pause; repeatable",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
@@ -123,6 +125,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--pin-drain", type=seconds, default=60.0, metavar="S",
         help="seconds that requests for an exact version may hold an activation up (60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--switch-drain", type=seconds, default=600.0, metavar="S",
+        help="seconds that requests may hold a switch to another run up (600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stall", type=interval, default=STALL_SECONDS, metavar="S",
+        help="seconds for which a client may take nothing of its answer before it is given up (60)",
     )  # fmt: skip
     parser.add_argument(
         "--drain", type=seconds, default=60.0, metavar="S",
@@ -269,7 +279,9 @@ async def _serve(
     async with opened_store(options.store) as store, _anchors(options, replica_id, store) as anchors:
         reconciler = Reconciler(
             store, opened.engine, gate, host, follow, options.base, PosixFiles(), clock, random.Random(),
-            blocking, ActivationSettings(options.kv_mode, options.drain_all, options.pin_drain),
+            blocking, ActivationSettings(
+                options.kv_mode, options.drain_all, options.pin_drain, options.switch_drain
+            ),
             poll=options.poll, say=say,
             fetcher=Fetcher(store, PosixFiles(), fetching, random.Random(), cache=cache, say=say),
             anchors=anchors, probe=probe,
@@ -278,6 +290,7 @@ async def _serve(
         app = StitchMiddleware(
             opened.app, gate, status=lambda: {"id": replica_id, **reconciler.status()}, wake=reconciler.wake,
             mismatch=reconciler.mismatch, abort=opened.engine.abort, replica=replica_id,
+            stall=options.stall,
             cache_key=opened.cache_key, kv_across="uniform" if options.kv_mode == "retract" else "mixed",
             vouch=opened.vouch,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ..checkpoint import first_change
 from ..manifest import Manifest
-from ..ports import Clock, Engine, EngineError, EngineIdentity, EngineRefused, KVMode
+from ..ports import Clock, Engine, EngineBounds, EngineError, EngineIdentity, EngineRefused, KVMode
 from ..state import TensorTable, changed_tensors, layout_difference, state_digest
 from ..versions import PolicyVersion
 from .admission import Gate, Ticket
@@ -40,6 +40,7 @@ class ActivationSettings:
 
     ``pin_drain`` and ``switch_drain``: how long requests that must not live through an activation, or a
     run switch, may still run. ``drain_all`` lets every request finish before every activation.
+    ``engine_timeout`` and ``activate_timeout`` (preparing too) bound an engine that has no ``bounds``.
     """
 
     kv_mode: KVMode = "in_place"
@@ -77,6 +78,8 @@ class Activator:
         probe: Probe | None = None,
     ) -> None:
         self._engine, self._gate, self._clock, self._settings = engine, gate, clock, settings
+        call, long = settings.engine_timeout, settings.activate_timeout
+        self._bounds: EngineBounds = getattr(engine, "bounds", EngineBounds(call, long, long))
         self._say = say
         self._probe = probe
         self._learning: asyncio.Task[None] | None = None
@@ -96,7 +99,7 @@ class Activator:
         ``read_boot`` reads the checkpoint that the engine boots from. Raises EngineError; ReplicaFailed if
         the probe shows other weights than the boot checkpoint's.
         """
-        identity = await self._bounded(self._engine.identity())
+        identity = await self._bounded(self._engine.identity(), self._bounds.call)
         if identity.instance == self._instance and identity.label == self._label:
             return False
         if self._instance is not None or self._gate.serving is not None:
@@ -143,8 +146,8 @@ class Activator:
             raise CannotFollow(f"{manifest.version} does not fit the engine's checkpoint: {difference}")
         changed = list(table) if self._table is None else changed_tensors(self._table, table)
         instance = self._instance
-        await self._bounded(self._engine.prepare(checkpoint, changed), self._settings.activate_timeout)
-        identity = await self._bounded(self._engine.identity())
+        await self._bounded(self._engine.prepare(checkpoint, changed), self._bounds.prepare)
+        identity = await self._bounded(self._engine.identity(), self._bounds.call)
         if identity.instance != instance:
             self.doubt(f"it was restarted while it prepared {manifest.version}")
         self._check_doubt(instance)
@@ -230,7 +233,7 @@ class Activator:
         moves = self._moves
 
         async def confirm() -> None:
-            identity = await self._bounded(self._engine.identity())
+            identity = await self._bounded(self._engine.identity(), self._bounds.call)
             if (identity.instance, identity.label, self._moves) != (instance, label, moves):
                 raise EngineError("the engine was restarted, or took to another version, meanwhile")
 
@@ -265,11 +268,11 @@ class Activator:
 
     async def _abort(self, ticket: Ticket) -> None:
         with contextlib.suppress(EngineError):
-            await self._bounded(self._engine.abort(ticket.request_id))
+            await self._bounded(self._engine.abort(ticket.request_id), self._bounds.call)
 
     async def _copy(self, label: str, instance: str | None) -> None:
         try:
-            await self._bounded(self._engine.pause(self._settings.kv_mode))
+            await self._bounded(self._engine.pause(self._settings.kv_mode), self._bounds.call)
             await self._activate(label)
         except ReplicaFailed:
             raise
@@ -281,7 +284,7 @@ class Activator:
 
     async def _confirm(self, label: str, instance: str | None) -> None:
         """An engine that was started again meanwhile holds other weights than those that were prepared."""
-        identity = await self._bounded(self._engine.identity())
+        identity = await self._bounded(self._engine.identity(), self._bounds.call)
         if (identity.instance, identity.label) != (instance, label):
             raise ReplicaFailed(
                 f"the engine is not the one that {label} was prepared for, or says {identity.label}"
@@ -289,7 +292,7 @@ class Activator:
 
     async def _activate(self, label: str) -> None:
         """Raises EngineRefused, when nothing was copied; what else goes wrong leaves weights unknown."""
-        seconds = self._settings.activate_timeout
+        seconds = self._bounds.activate
         try:
             async with asyncio.timeout(seconds):
                 await self._engine.activate(label)
@@ -301,7 +304,7 @@ class Activator:
             raise ReplicaFailed(f"activating {label} failed after it began: {error}") from error
 
     async def _resume(self) -> None:
-        await self._insist(lambda: self._bounded(self._engine.resume()))
+        await self._insist(lambda: self._bounded(self._engine.resume(), self._bounds.call))
 
     async def _insist(self, call: Callable[[], Awaitable[None]]) -> None:
         """What must be done before the pause can end."""
@@ -315,10 +318,10 @@ class Activator:
                 if attempt == 2:
                     raise ReplicaFailed(f"the engine stays paused: {error}") from error
 
-    async def _bounded(self, call: Awaitable[T], seconds: float | None = None) -> T:
-        seconds = seconds or self._settings.engine_timeout
+    async def _bounded(self, call: Awaitable[T], seconds: float | None) -> T:
         try:
             async with asyncio.timeout(seconds):
                 return await call
         except TimeoutError:
-            raise EngineError(f"the engine did not answer in {seconds:g} s") from None
+            within = "" if seconds is None else f" in {seconds:g} s"
+            raise EngineError(f"the engine did not answer{within}") from None

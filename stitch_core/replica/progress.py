@@ -1,18 +1,23 @@
-"""How far a call in another thread has come, said in the event loop's."""
+"""How far long work has come, said in the event loop's thread; and its end where it does not get on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 from ..checkpoint import Progress
 from ..ports import Clock
 from .room import gib
 
+T = TypeVar("T")
+
 EVERY = 1.0
 """Seconds between two reports, and before the first. What is complete is none: its activity ends."""
+LOOKS = 16
+"""In the time after which what stands still is given up."""
 SAY_EVERY = 10.0
 """Seconds between two lines of a log about it."""
 
@@ -56,3 +61,23 @@ def now_and_then(say: Callable[[str], None], clock: Clock) -> Callable[[str], No
             say(activity)
 
     return listen
+
+
+async def unless_still(work: Awaitable[T], progress: Callable[[], object], seconds: float) -> T:
+    """The result of ``work``, however long it takes. Raises TimeoutError, and ends it, once ``progress`` has
+    said the same for ``seconds``.
+    """
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    seen, since = progress(), loop.time()
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=seconds / LOOKS)
+            now = progress()
+            if now != seen:
+                seen, since = now, loop.time()
+            elif not task.done() and loop.time() - since >= seconds:
+                raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -586,6 +586,9 @@ async def test_open_server(sidecar: Sidecar) -> None:
     assert opened.cache_key
     assert (await opened.engine.identity()).label == "r/weight_v000000"
     await opened.close()
+    opened = await open_server(sidecar.url, {"update_timeout": "1200"})
+    assert opened.engine.bounds.activate > 1200  # type: ignore[attr-defined]
+    await opened.close()
     for options in ({"x": "1"}, {"control_timeout": "soon"}):
         with pytest.raises(EngineOptionError):
             await open_server(sidecar.url, options)

@@ -125,6 +125,30 @@ def test_a_newer_stage_supersedes_the_one_that_runs(tmp_path: Path, boot: Path) 
     assert bits(model) == fresh(new[0])
 
 
+def test_C37_a_stage_tells_whether_it_gets_on(tmp_path: Path, boot: Path) -> None:
+    """Its steps stand still as long as it does, and no longer."""
+    let = threading.Semaphore(10**6)
+
+    def held(model: Model, tensors: Any) -> None:
+        load(model, ((let.acquire(), one)[1] for one in tensors))
+
+    _, stager = booted(boot, held)
+    assert run(stager, "t", boot, test=True)["steps"] > len(SHAPES)
+    let = threading.Semaphore(0)
+    stager.begin("s", *write(tmp_path / "1", 1), test=False, second=True)
+    seen = -1
+    for _ in range(len(SHAPES) - 1):
+        let.release()
+        while (steps := stager.report("s")["steps"]) == seen:
+            time.sleep(0.001)
+        seen = steps
+    let.release(2)
+    while stager.report("s")["outcome"] == "running":
+        time.sleep(0.001)
+    assert stager.report("s")["outcome"] == "done"
+    assert stager.report("s")["steps"] > seen
+
+
 def test_a_stage_gives_way_to_serving_and_changes_no_other_thread(tmp_path: Path, boot: Path) -> None:
     """Below its process whatever that has, not at a level of its own: a niced server would be overtaken."""
     found: list[tuple[int, int]] = []

@@ -24,6 +24,7 @@ from torch import Tensor
 from stitch_core.checkpoint import marks_of
 from stitch_core.files import PosixFiles
 from stitch_core.ports import (
+    EngineBounds,
     EngineError,
     EngineIdentity,
     EngineRefused,
@@ -52,7 +53,7 @@ class Options:
     it (default: the model's own, at most 4096). `max_running`: sequences decoded at once, others wait.
     `prefill_rows`: prompt tokens per step. `pace`: least seconds per step, the declared decode pace.
     `dtype`: "bfloat16" or "float32" (default: as stored). `label`: the version of the boot weights. `seed`:
-    of unseeded requests' draws.
+    of unseeded requests' draws. `update_timeout`: seconds to read a version, and to copy it in the pause.
     """
 
     max_len: int | None = None
@@ -63,6 +64,7 @@ class Options:
     label: str = "default"
     seed: int | None = None
     self_check_seconds: float = 0.5
+    update_timeout: float = 600.0
 
     def check(self, max_len: int, most: int) -> None:
         """Raises ValueError naming the option that will not do; `most`: positions the model was made for."""
@@ -119,6 +121,7 @@ class EmbeddedEngine:
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{model}: weights are {dtype}; the engine runs {' or '.join(DTYPES)}")
         _check_memory(self.config, options.max_running, self.max_len, dtype)
+        self.bounds = EngineBounds(60.0, options.update_timeout, options.update_timeout)
         settle()
         weights = Weights(self.config, dtype)
         weights.copy_from(files.read(None, dtype, self._stored))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stitch_core.ports import (
+    EngineBounds,
     EngineError,
     EngineIdentity,
     EngineRefused,
@@ -22,13 +23,15 @@ from stitch_core.ports import (
     ProbeAnswer,
 )
 from stitch_core.replica import probe_prompt
+from stitch_core.replica.progress import unless_still
 
 from .messages import ACTIVATING, DONE, REFUSED, STAGING, StitchActivateReqInput, StitchStageReqInput
-from .settings import Destination
+from .settings import STAGE_TIMEOUT, UPDATE_TIMEOUT, Destination
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = (0.02, 0.25)
+CALL_SECONDS = 60.0
 
 
 class DestinationRefused(Exception):
@@ -46,11 +49,21 @@ class SGLangEngine:
     into the ranks' images, from which the activation copies. ``auto``: cpu, if the self-test allows it.
     The pause is a part of ``activate``, one message to the scheduler, so that it cannot outlive its caller.
     ``boot_marks``: of ``--model-path``, from before SGLang began to load it; None if that was not seen.
+    Seconds: ``update_timeout`` for an activation; ``stage_timeout`` for which a stage, which takes as long as
+    it takes, may not get on.
     """
 
     def __init__(
-        self, manager: Any, destination: Destination = "disk", boot_marks: FileMarks | None = None
+        self,
+        manager: Any,
+        destination: Destination = "disk",
+        boot_marks: FileMarks | None = None,
+        *,
+        update_timeout: float = UPDATE_TIMEOUT,
+        stage_timeout: float = STAGE_TIMEOUT,
     ) -> None:
+        self.bounds = EngineBounds(CALL_SECONDS, update_timeout, prepare=None)
+        self._still, self._steps = stage_timeout, 0
         self._manager, self._boot_marks = manager, boot_marks
         self._instance = secrets.token_hex(8)  # the schedulers live and die with this process
         self._asked: Destination = destination
@@ -210,12 +223,19 @@ class SGLangEngine:
 
     async def _run(self, action: str, path: Path, state: str) -> dict[str, Any]:
         """One stage on all ranks, to its end. Raises EngineRefused, StageUnfit."""
+        try:
+            return await unless_still(self._stage_all(action, path, state), lambda: self._steps, self._still)
+        except TimeoutError:
+            raise EngineRefused(f"staging {path} did not get on for {self._still:g} s") from None
+
+    async def _stage_all(self, action: str, path: Path, state: str) -> dict[str, Any]:
         id = f"{action}-{next(self._ids)}"
         request = StitchStageReqInput(action=action, id=id, path=str(path), state=state)
         wait, most = POLL_SECONDS
         try:
             while True:
                 reports = (await self._send(STAGING, request)).reports
+                self._steps = sum(one.get("steps", 0) for one in reports)
                 for kind, error in (("unfit", StageUnfit), ("failed", EngineRefused)):
                     said = [
                         f"rank {rank}: {one['message']}" if len(reports) > 1 else one["message"]

@@ -54,13 +54,18 @@ class Follower:
         self._store = BoundedStore(open_store(settings.store), STORE_SECONDS)
         self._stager: StagerProcess | None = None
         self.gate = Gate(self._clock)
-        self._engine = SGLangEngine(manager, settings.destination, boot_marks)
+        self._engine = SGLangEngine(
+            manager, settings.destination, boot_marks,
+            update_timeout=settings.update_timeout, stage_timeout=settings.stage_timeout,
+        )  # fmt: skip
         self.warm = self._engine.warm
         self.profiled = Profiled(settings, server_args, self._boot)
         self._reconciler = Reconciler(
             self._store, self._engine, self.gate, None, settings.follow(), self._boot, PosixFiles(),
             self._clock, random.Random(), asyncio.to_thread,
-            ActivationSettings(settings.kv_mode, settings.drain_all, settings.pin_drain),
+            ActivationSettings(
+                settings.kv_mode, settings.drain_all, settings.pin_drain, settings.switch_drain
+            ),
             poll=settings.poll, make_stager=self._make_stager,
             say=lambda text: logger.warning("stitch: %s", text),
             probe=kept_probe(settings, self._engine, self._scratch.path),
@@ -78,6 +83,7 @@ class Follower:
             app, self.gate, status=self._status,
             wake=self._reconciler.wake, mismatch=self._reconciler.mismatch, abort=self._engine.abort,
             kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
+            stall=self._settings.stall,
         )  # fmt: skip
 
     def _status(self) -> dict[str, Any]:

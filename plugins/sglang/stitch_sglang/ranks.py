@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 
+# Seconds: torch's own for a group, and what is added to an update's.
+LEAST_WAIT, SLACK = 1800.0, 60.0
+
 
 def join(scheduler: Any) -> None:
     """Make the group. Called once by each rank, when nothing else is said over the network."""
     import torch
     from sglang.srt.runtime_context import get_parallel
 
+    from .plugin import current_settings
+
     parallel = get_parallel()
     scheduler.stitch_stager = scheduler.stitch_group = None
     scheduler.stitch_no_images = ""
     if parallel.tp_size > 1:
-        scheduler.stitch_group = torch.distributed.new_group(parallel.tp_group.ranks, backend="gloo")
+        # One rank waits here for another that still loads, for as long as an update may take.
+        seconds = max(LEAST_WAIT, current_settings().update_timeout + SLACK)
+        scheduler.stitch_group = torch.distributed.new_group(
+            parallel.tp_group.ranks, backend="gloo", timeout=timedelta(seconds=seconds)
+        )
 
 
 def gather(scheduler: Any, value: Any) -> list[Any]:

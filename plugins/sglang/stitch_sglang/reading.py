@@ -59,6 +59,7 @@ class Reader:
                 ref = refs[name]
                 self.bytes += ref.nbytes
                 self._table[name] = TensorInfo(ref.dtype, ref.shape, digest)
+                self._go_on()
                 yield name, tensor
 
     def state(self) -> str:

@@ -76,7 +76,10 @@ class Receiver:
         self.gate = Gate(self._clock)
         self._boot_dir = boot_directory(server_args)
         self._scratch = Scratch(settings.host_dir, self._boot_dir)
-        self._engine = SGLangEngine(manager, settings.destination, boot_marks)
+        self._engine = SGLangEngine(
+            manager, settings.destination, boot_marks,
+            update_timeout=settings.update_timeout, stage_timeout=settings.stage_timeout,
+        )  # fmt: skip
         self.warm = self._engine.warm
         self.profiled = Profiled(settings, server_args, self._boot_dir)
         self._probe = kept_probe(settings, self._engine, self._scratch.path)
@@ -111,6 +114,7 @@ class Receiver:
             app, self.gate, status=self.status, wake=lambda: None, mismatch=self._mismatch,
             abort=self._engine.abort,
             kv_across="mixed" if self._settings.kv_mode == "in_place" else "uniform", replica=self._id,
+            stall=self._settings.stall,
         )  # fmt: skip
         metrics = ReplicaMetrics(self.gate, self._clock, self.status)
         return Metered(ReceiverRoutes(middleware, self), metrics, self._clock)

@@ -92,6 +92,8 @@ def activate(scheduler: Any, request: StitchActivateReqInput) -> StitchActivateR
 
 def _load(scheduler: Any, request: StitchActivateReqInput) -> tuple[str, str, int]:
     """Outcome, message, bytes of this rank. A forward pass that is in flight reads the old weights."""
+    # SGLang's watchdog would take a load that is longer than its 300 s for a batch that hangs, and end us.
+    scheduler.cur_batch_for_debug = None
     try:
         _synchronize()
         caches.drop(scheduler.tp_worker.model_runner)

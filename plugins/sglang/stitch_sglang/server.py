@@ -30,6 +30,7 @@ from .settings import Settings
 logger = logging.getLogger(__name__)
 
 WARM_UP_SECONDS = 600.0
+"""SGLang's own, where SGLANG_WARMUP_TIMEOUT does not say."""
 
 # Called by SGLang itself once it is warm; it has to do with no weights.
 UNGATED = ("/freeze_gc",)
@@ -100,6 +101,7 @@ class Life:
 
     def warm_up(self, server_args: Any) -> bool:
         """SGLang's warm-up, in its thread, below the gate, which is not open yet. Whether it succeeded."""
+        from sglang.srt.environ import envs
         from sglang.srt.managers.io_struct import GenerateReqInput
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -112,8 +114,10 @@ class Life:
 
         self.listening.wait()
         assert self.loop is not None
+        given = envs.SGLANG_WARMUP_TIMEOUT.get()
+        seconds = given if given > 0 else WARM_UP_SECONDS
         try:
-            asyncio.run_coroutine_threadsafe(generate(), self.loop).result(WARM_UP_SECONDS)
+            asyncio.run_coroutine_threadsafe(generate(), self.loop).result(seconds)
         except Exception:
             logger.exception("stitch: the warm-up failed")
             _end_all_processes()

@@ -16,11 +16,15 @@ from stitch_core.digits import decimal, whole
 from stitch_core.head import DEFAULT_CHANNEL
 from stitch_core.ports import KVMode
 from stitch_core.replica.child import LEAST_PRIORITY, NICENESS
+from stitch_core.replica.outbox import STALL_SECONDS
 from stitch_core.replica.reconciler import Follow
 from stitch_core.stores.cache import DEFAULT_BYTES
 from stitch_core.versions import check_run_id
 
 Destination = Literal["disk", "cpu", "auto"]
+
+UPDATE_TIMEOUT = 600.0
+STAGE_TIMEOUT = 600.0
 
 OPTIONS = {
     "store": "follow a run in the store at this URL, such as file:/data/stitch",
@@ -41,6 +45,12 @@ OPTIONS = {
     "probe": "0: do not compare weights that come back with what they were (default: 1)",
     "poll": "seconds between looks at the store (5)",
     "pin_drain": "seconds that requests for an exact version may hold an activation up (60)",
+    "switch_drain": "seconds that requests may hold up a switch to another run (600; a receiver: pin_drain)",
+    "update_timeout": "seconds that SGLang may take in the pause to load or copy a version "
+    f"({UPDATE_TIMEOUT:g}); then the replica must be replaced",
+    "stage_timeout": "seconds for which staging into memory may stand still before it is given up and tried "
+    f"again ({STAGE_TIMEOUT:g}); as long as it gets on it has no limit",
+    "stall": f"seconds for which a client may take nothing of its answer ({STALL_SECONDS:g})",
     "drain": "seconds that requests get after SIGTERM (60)",
     "constants": "what forward passes make that is not of weights, as patterns of names joined by ':', such "
     "as model.layers.*.mlp.mask: neither dropped at an activation nor a reason to refuse it",
@@ -49,6 +59,7 @@ OPTIONS = {
     "niceness": f"how far staging stands back behind serving, as nice(1) counts ({NICENESS}); 0 on many CPUs",
 }
 """Names, as --stitch-NAME and STITCH_NAME, and their help."""
+ABOVE_ZERO = ("update_timeout", "stage_timeout", "stall")
 
 
 class SettingsError(ValueError):
@@ -76,6 +87,10 @@ class Settings:
     probe: bool = True
     poll: float = 5.0
     pin_drain: float = 60.0
+    switch_drain: float = 600.0
+    update_timeout: float = UPDATE_TIMEOUT
+    stage_timeout: float = STAGE_TIMEOUT
+    stall: float = STALL_SECONDS
     drain: float = 60.0
     constants: tuple[str, ...] = ()
     profile: Path | None = None
@@ -149,7 +164,10 @@ def _parse(name: str, text: str) -> Any:
         if kinds[name] in ("int", "int | None"):
             return whole(text, least=1)
         if kinds[name] == "float":
-            return decimal(text)
+            value = decimal(text)
+            if name in ABOVE_ZERO and value == 0:
+                raise ValueError("it is a number above 0")
+            return value
         return {"0": False, "1": True}[text] if kinds[name] == "bool" else text
     except (ValueError, KeyError) as error:
         raise SettingsError(f"{variable(name)}={text!r} cannot be used: {error}") from error

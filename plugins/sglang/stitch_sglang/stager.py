@@ -71,8 +71,11 @@ class Work:
     since: Image | None = None
     """The image that ``changed`` is the difference to."""
     stop: threading.Event = field(default_factory=threading.Event)
+    steps: int = 0
+    """Grows as long as the work gets on."""
 
     def go_on(self) -> None:
+        self.steps += 1
         if self.stop.is_set():
             raise Superseded
 
@@ -138,7 +141,7 @@ class RankStager:
         return {
             "outcome": work.outcome, "message": work.message, "state": work.state, "bytes": work.bytes,
             "seconds": seconds, "image": self.layout.nbytes, "images": self.images,
-            "changed": len(work.changed), "segments": len(self.layout.segments),
+            "changed": len(work.changed), "segments": len(self.layout.segments), "steps": work.steps,
         }  # fmt: skip
 
     def cancel(self, id: str) -> None:
@@ -187,7 +190,7 @@ class RankStager:
             if before is not None:
                 before.join()
             work.go_on()
-            image = image or self._new_image()
+            image = image or self._new_image(work)
             if work.test or not work.expected or image.state != work.expected:
                 image.state = None
                 with torch.no_grad():
@@ -202,10 +205,11 @@ class RankStager:
         else:
             self._finish(work, image)
 
-    def _new_image(self) -> Image:
+    def _new_image(self, work: Work) -> Image:
         image = Image(self.layout, self._pin)
         if self._kept is not None:
             for number in range(len(self.layout.segments)):
+                work.go_on()
                 if number not in self._kept:
                     image.fill(number, lambda live: live)
         return image
@@ -213,9 +217,11 @@ class RankStager:
     def _finish(self, work: Work, image: Image) -> None:
         active = self.active
         if not work.test:
-            numbers = sorted(self._kept or ())
-            if active is not None:
-                numbers = [number for number in numbers if not image.equals(number, active)]
+            numbers = []
+            for number in sorted(self._kept or ()):
+                work.steps += 1
+                if active is None or not image.equals(number, active):
+                    numbers.append(number)
             work.changed, work.since = numbers, active
         work.image, work.state = image, image.state or ""
         work.seconds = time.monotonic() - work.began

@@ -104,6 +104,7 @@ USED = (
         ("events", "current_version", "num_output_tokens"),
     ),
     Symbol(f"{SRT}.utils.weight_versions.WeightVersionEvent", ("old_version", "num_output_tokens")),
+    Symbol(f"{SRT}.environ.envs.SGLANG_WARMUP_TIMEOUT"),
     Symbol(f"{SRT}.runtime_context.get_serving"),
     Symbol(f"{SRT}.runtime_context.get_parallel"),
     Symbol(f"{MANAGER}.auto_create_handle_loop", ("self",)),

@@ -20,6 +20,7 @@ import aiohttp
 from ...checkpoint import Checkpoint, CheckpointError
 from ...files import PosixFiles
 from ...ports import (
+    EngineBounds,
     EngineError,
     EngineIdentity,
     EngineRefused,
@@ -32,6 +33,8 @@ from .. import probe_prompt
 
 # Said by SGLang before it touches a weight, on all ranks alike.
 _UNTOUCHED = "Online weight updates are not supported"
+# Seconds.
+SLACK = 5.0
 # The request never got as far as the weights: no permission, no such route, no such field.
 _NOT_HANDLED = (401, 403, 404, 405, 413, 415, 422)
 
@@ -76,6 +79,12 @@ class HttpEngine:
         """
         self._link = link
         self._base = base
+        # What each call asks of the server adds up to this; the rest is for what passes in between.
+        self.bounds = EngineBounds(
+            call=SLACK + 2 * control_timeout,
+            activate=SLACK + 4 * control_timeout + update_timeout,
+            prepare=SLACK + 2 * control_timeout + update_timeout,
+        )
         self._control = aiohttp.ClientTimeout(total=control_timeout)
         self._update = aiohttp.ClientTimeout(total=update_timeout)
         self._vocabulary = vocabulary
@@ -106,7 +115,10 @@ class HttpEngine:
                 raise EngineRefused(f"{checkpoint} has no tensor {min(missing)}")
 
         try:
-            await asyncio.to_thread(check)
+            async with asyncio.timeout(self._update.total):
+                await asyncio.to_thread(check)
+        except TimeoutError:
+            raise EngineRefused(f"{checkpoint} is not read within {self._update.total:g} s") from None
         except (OSError, CheckpointError) as error:
             raise EngineRefused(f"{checkpoint} cannot be read: {error}") from error
         self._prepared = (checkpoint, bool(changed), await self._seen())

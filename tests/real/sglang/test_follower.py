@@ -223,6 +223,60 @@ async def test_an_abort_reaches_every_copy(world: World) -> None:
     assert all(answer["meta_info"]["id"].startswith("many") for answer in answers)
 
 
+async def test_C82_an_abort_takes_nothing_that_only_begins_so(world: World) -> None:
+    """SGLang's scheduler aborts by the beginning of ids."""
+    rids = ("q", "q~b", "q-2", "q0", "q~")
+    evaluation = {"X-Stitch-Consumer": "eval"}
+    sampling = {"temperature": 0, "max_new_tokens": 3000, "ignore_eos": True}
+
+    def ask(rid: str, headers: dict[str, str]) -> asyncio.Future[tuple[int, Any, Any]]:
+        body = {"input_ids": PROMPT, "rid": rid, "sampling_params": sampling}
+        return asyncio.ensure_future(world.server.call("POST", "/generate", body, headers=headers))
+
+    async def abort(rid: str, headers: dict[str, str]) -> int:
+        answer = await world.server.call("POST", "/abort_request", {"rid": rid}, headers=headers)
+        assert answer[0] == 200
+        return int(answer[1]["requests"])
+
+    asked = {rid: ask(rid, {}) for rid in rids}
+    theirs = ask("q", evaluation)
+    await world.status_until(lambda status: status["active_requests"] == 6)
+    await asyncio.sleep(1.0)
+    assert (await abort("q", {}), await abort("q-", {}), await abort("~~q", {})) == (1, 0, 0)
+    answer = (await asked.pop("q"))[1]
+    assert (answer["meta_info"]["id"], answer["meta_info"]["finish_reason"]["type"]) == ("q", "abort")
+    await world.status_until(lambda status: status["active_requests"] == 5)
+    await asyncio.sleep(1.0)
+    assert not any(one.done() for one in (*asked.values(), theirs))
+    assert await abort("q", evaluation) == 1
+    assert (await theirs)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    for rid, one in asked.items():
+        assert await abort(rid, {}) == 1
+        assert (await one)[1]["meta_info"]["id"] == rid
+
+
+async def test_C83_what_the_engine_has_computed_is_held_up_by_no_client(world: World) -> None:
+    """More than fits into the buffers of sockets, for a client that reads nothing until the gate is empty."""
+    served = len(world.seeds) - 1
+    await world.serves(served)
+    body = json.dumps({
+        "input_ids": PROMPT, "stream": True, "weight_version": {"exact_version": served, "run": RUN},
+        "return_logprob": True, "top_logprobs_num": 20,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True},
+    }).encode()  # fmt: skip
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, limit=1024)
+    head = f"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await world.status_until(lambda status: status["active_requests"] == 1)
+    await world.status_until(lambda status: status["active_requests"] == 0)
+    answer = await reader.read()
+    writer.close()
+    assert len(answer) > 12 << 20
+    final = json.loads(answer.split(b"data: ")[-2].split(b"\n")[0])
+    assert final["meta_info"]["weight_versions"] == [{"version": served, "start": 0, "end": 250}]
+    assert b"data: [DONE]" in answer[-100:]
+
+
 @pytest.mark.parametrize(
     "demand",
     [
