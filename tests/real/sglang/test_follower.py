@@ -265,7 +265,10 @@ async def test_C83_what_the_engine_has_computed_is_held_up_by_no_client(world: W
         "sampling_params": {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True},
     }).encode()  # fmt: skip
     reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, limit=1024)
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await world.status_until(lambda status: status["active_requests"] == 1)
     await world.status_until(lambda status: status["active_requests"] == 0)
