@@ -187,9 +187,9 @@ def test_a_start_removes_so_many_and_the_next_goes_on(place: Path) -> None:
     for number in range(MOST_SWEPT + 3):
         left(place, f"stitch-{number:03}", pid, "boot:1")
     with temporary_directory(PosixFiles()):
-        assert len(list(place.glob("stitch-0*"))) == 3
+        assert len(list(place.glob("stitch-[0-9][0-9][0-9]"))) == 3
     with temporary_directory(PosixFiles()):
-        assert not list(place.glob("stitch-0*"))
+        assert not list(place.glob("stitch-[0-9][0-9][0-9]"))
 
 
 def test_a_sweep_that_is_cut_off_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
