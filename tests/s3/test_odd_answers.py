@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,22 @@ def test_a_server_that_leaves_out_the_time(headers: dict[str, str]) -> None:
     assert stamp is not None
     assert stamp.written == 60.0
     assert (stamp.now, stamp.age) == (None, None)
+
+
+@pytest.mark.parametrize("left", [{}, {"LastModified": datetime(1970, 1, 1, 0, 1, tzinfo=UTC)}])
+async def test_an_answer_that_was_cut_before_its_dates_is_no_answer(
+    fake: FakeS3, left: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector took the time of its own host's clock, or ended, for one answer without a date."""
+    store = fake.store("p/")
+
+    async def cut(key: str) -> dict[str, Any]:
+        return {"ResponseMetadata": {"HTTPHeaders": {}}, **left}
+
+    monkeypatch.setattr(store, "_head", cut)
+    with pytest.raises(Unavailable):
+        await store.stamp("k")
+    await store.close()
 
 
 @pytest.mark.parametrize("data", [b"bytes", b""])

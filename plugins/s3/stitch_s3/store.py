@@ -26,6 +26,7 @@ from stitch_core.ports import (
     Entry,
     FileSource,
     Stamp,
+    Unavailable,
 )
 from stitch_core.stores.keys import check_key, check_prefix, check_range
 from stitch_core.stores.room import TRANSFER_BYTES, Room
@@ -123,9 +124,16 @@ class S3Store:
         what = f"listing {self.location}{prefix}"
         return await self._request(what, lambda client: self._reader.folders(client, prefix))
 
-    async def stamp(self, key: str) -> Stamp | None:
-        """As BrowsableStore.stamp, in whole seconds: the server dates its answer too."""
-        return stamp_in(await self._head(key))
+    async def stamp(self, key: str) -> Stamp:
+        """As BrowsableStore.stamp, in whole seconds: the server dates its answer too.
+
+        Unavailable for an answer without both dates, which is one that was cut: taken as it is, ages would be
+        by this host's clock, or not known.
+        """
+        stamp = stamp_in(await self._head(key))
+        if stamp is None or stamp.now is None:
+            raise Unavailable(f"{self.location.name(key)}: the answer lacks Last-Modified or Date")
+        return stamp
 
     async def _head(self, key: str) -> dict[str, Any]:
         what = f"looking at {self.location.name(key)}"
