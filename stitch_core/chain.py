@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from .head import Channel, Head, channel_key, head_key
-from .manifest import FormatError, Manifest, Row, bytes_digest, floor_number, run_prefix
+from .manifest import FormatError, Manifest, Row, floor_number, run_prefix
 from .ports import NoStore, NotFound, Store
+from .stores.reading import load_named
 
 PARALLEL_READS = 16
 
@@ -58,12 +59,9 @@ class ChainReader:
 
     async def _read(self, run: str, key: str, digest: str) -> Manifest:
         try:
-            data = (await self._store.load(key)).data
-            if bytes_digest(data) != digest:  # one bad read breaks no chain
-                data = (await self._store.load(key)).data
+            data, found = await load_named(self._store, key, digest)
         except NotFound:
             raise ChainBroken(f"{key} is named by the chain of run {run} and is not there") from None
-        found = bytes_digest(data)
         if found != digest:
             raise ChainBroken(f"{key} has digest {found}, the chain of run {run} names {digest}")
         manifest = Manifest.decode(data, key)

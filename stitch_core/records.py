@@ -37,6 +37,7 @@ from .manifest import (
 )
 from .ports import AlreadyExists, Entry, Files, FileSource, RunBlocking, Store
 from .retry import Retry, retrying
+from .stores.reading import load_named
 from .stores.transfer import upload, verify
 from .versions import PolicyVersion
 
@@ -196,11 +197,9 @@ async def read_record(store: Store, place: Place | Sketch) -> Record:
     digest, key = (place.of, place.where) if isinstance(place, Sketch) else (place.digest, place.key)
     if key is None:
         raise FormatError(f"{place}: its files have no record yet")
-    data = (await store.load(key)).data
-    if bytes_digest(data) != digest:  # one bad read is no damage
-        data = (await store.load(key)).data
-    if bytes_digest(data) != digest:
-        raise FormatError(f"{key} has digest {bytes_digest(data)}, not the one in its name")
+    data, found = await load_named(store, key, digest)
+    if found != digest:
+        raise FormatError(f"{key} has digest {found}, not the one in its name")
     record = Record.decode(data, span=key.endswith(f"/{SPAN_FILE}"), where=key)
     if record.key != key:
         raise FormatError(f"{key} is the record of {record.name} of run {record.run}")

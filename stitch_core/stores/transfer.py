@@ -37,6 +37,7 @@ from .sources import CHUNK, source_size
 T = TypeVar("T")
 
 DEFAULT_RETRY = Retry()
+_ONCE = Retry(attempts=1)
 
 READ_AHEAD = 8
 """Chunks of one object that are read at a time."""
@@ -132,7 +133,7 @@ async def upload(
         except (AlreadyExists, Unavailable) as error:
             outcome = error
         try:
-            await _read_back(store, key, size, sha256, chunk, run_blocking)
+            await verify(store, key, size, sha256, chunk=chunk, run_blocking=run_blocking, policy=_ONCE)
         except NotFound:
             raise Unavailable(f"{key} is not there after an unclear write: {outcome}") from outcome
         except DigestMismatch as error:
@@ -155,25 +156,9 @@ async def verify(
 ) -> None:
     """Compare an object with what it should be: by the digest that the store found itself, else by reading.
 
-    Raises DigestMismatch, NotFound, Unavailable.
+    Twice, if the first read gave something else: one bad read is no damage. Raises DigestMismatch, NotFound,
+    Unavailable.
     """
-    await _read_back(store, key, size, sha256, chunk, run_blocking, policy, rng)
-
-
-_ONCE = Retry(attempts=1)
-
-
-async def _read_back(
-    store: Store,
-    key: str,
-    size: int,
-    sha256: str,
-    chunk: int,
-    run_blocking: RunBlocking,
-    policy: Retry = _ONCE,
-    rng: random.Random | None = None,
-) -> None:
-    """Twice, if the first read gave something else: one bad read is no damage."""
     for again in (True, False):
         try:
             await _read_once(store, key, size, sha256, chunk, run_blocking, policy, rng)
