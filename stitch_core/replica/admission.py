@@ -112,6 +112,11 @@ class Gate:
             self._answering.discard(ticket)
         self._notify()
 
+    @property
+    def holds_answers(self) -> bool:
+        """Whether nothing is sent now: weights that came back are being compared with what they were."""
+        return not self._may_answer.is_set()
+
     async def answering(self) -> None:
         """Return once answers may go out: not while weights that came back are being compared."""
         await self._may_answer.wait()

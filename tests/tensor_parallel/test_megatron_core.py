@@ -51,17 +51,19 @@ def test_two_ranks_publish_the_checkpoint_that_one_process_writes(tmp_path: Path
     output = [process.communicate(timeout=300)[0] for process in ranks]
     for rank, text in enumerate(output):
         assert ranks[rank].returncode == 0, text
-        # What was gathered at start is version 0, to the bit: it is not published again.
-        assert "published [None, 1, 2, 3]" in text
+        assert "published [1, 2, 3, 4]" in text
     chain = asyncio.run(chain_of(LocalStore(tmp_path / "store"), "r"))
-    assert [(m.number, m.step) for m in chain] == [(0, None), (1, 0), (2, 1), (3, 2)]
+    assert [(m.number, m.step) for m in chain] == [(0, None), (1, None), (2, 0), (3, 1), (4, 2)]
+    # What was gathered at start is version 0, to the bit: version 1 changes no tensor.
+    assert (chain[1].state, dict(chain[1].representation.changed)) == (chain[0].state, {})
     assert len({m.state for m in chain}) == 4
-    for manifest in chain[1:]:
-        whole = from_shards(shards(tmp_path, manifest.number))
+    for manifest in chain[2:]:
+        assert manifest.step is not None
+        whole = from_shards(shards(tmp_path, manifest.step + 1))
         tensors = {n: Tensor("BF16", v.shape, np.ascontiguousarray(v).tobytes()) for n, v in whole.items()}
         alone = tmp_path / f"alone-{manifest.number}"
         write_checkpoint(alone, FILES, tensors, index=False)
         assert Checkpoint.open(alone, FILES).state() == manifest.state
         assert set(manifest.representation.changed) == set(layout())
-    assert rebuilt(tmp_path, chain[3]) == {name: bytes(tensor.data) for name, tensor in tensors.items()}
+    assert rebuilt(tmp_path, chain[4]) == {name: bytes(tensor.data) for name, tensor in tensors.items()}
     assert tensors["lm_head.weight"].shape == (256, HIDDEN)
