@@ -156,7 +156,7 @@ class SimulatedReplica:
         def check(asked: float) -> None:
             if process.dead or not any(ticket in gate.running for ticket in tickets):
                 return
-            # It could do nothing meanwhile, or what it ended with waits for a verdict on the weights, which ends.
+            # It could do nothing meanwhile, or the answer waits for a verdict on the weights, which ends.
             if process.stalled_until > asked or gate.holds_answers:
                 loop.call_later(SOON, check, loop.time(), context=OUTSIDE)
                 return
